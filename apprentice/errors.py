@@ -19,10 +19,6 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
         self.argument, self.value, self.expected = argument, value, expected
         super().__init__(argument, value, expected)
 
-    def __reduce__(self) -> tuple[type["BadInput"], tuple[str, str, str]]:
-        """Pickle the value as text: a rank sends its error, and some values, such as functions, can't be sent."""
-        return BadInput, (self.argument, str(self.value), self.expected)
-
     def __str__(self) -> str:
         argument = f"{shorten(self.argument)} " if self.argument else ""
         return f"{argument}{shorten(str(self.value))}: expected {self.expected}"

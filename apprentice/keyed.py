@@ -92,7 +92,7 @@ class _Context:
 _noise: ContextVar[_Context | None] = ContextVar("noise", default=None)
 
 
-def noise(seed: int, step: int, rows: Tensor) -> AbstractContextManager:
+def noise(seed: int, step: int, rows: Tensor) -> AbstractContextManager[None]:
     """Inside, keyed layers draw for these rows, (b,) int64, of the global batch number `step`."""
     return _within(_Context(seed, step, rows))
 
@@ -106,7 +106,7 @@ def _within(context: _Context | None) -> Iterator[None]:
         _noise.reset(token)
 
 
-def slice_rows(start: int, stop: int) -> Callable[[], AbstractContextManager]:
+def slice_rows(start: int, stop: int) -> Callable[[], AbstractContextManager[None]]:
     """Return a maker of contexts in which keyed layers draw for a slice of the current rows, such as a microbatch."""
     context = _noise.get()
     if context is not None:
@@ -139,7 +139,8 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self._drop(x) if self.training and self.p else x
 
-    @torch.compiler.disable  # it would compile a kernel for each step's number, and a slow one
+    # The compiler would make a kernel for each step's number, and a slow one; torch's decorator has no hints.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drop(self, x: Tensor) -> Tensor:
         context = _noise.get()
         if context is None:

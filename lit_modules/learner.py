@@ -25,7 +25,7 @@ from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
 from lit_modules.tasks.base import LABELLED, TOKENS, Task
 
-MakeOptimizer = Callable[[Iterable], Optimizer]
+MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
 BY_STEP = OneCycleLR, CyclicLR  # schedulers that count the optimizer's steps; all others count epochs
@@ -62,7 +62,8 @@ class Learner(RunMetrics):
         seed: int = 0,
     ) -> None:
         super().__init__(runs, rebuild(task, "task"))
-        self.make_optimizer, self.make_scheduler = rebuild(optimizer, "optimizer"), rebuild(scheduler, "scheduler")
+        self.make_optimizer: MakeOptimizer = rebuild(optimizer, "optimizer")
+        self.make_scheduler: MakeScheduler | None = rebuild(scheduler, "scheduler")
         self.seed = seed
         self.loss_scales = LossScales()
         self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
@@ -320,7 +321,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
     if not gradients:
         return None
     total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]))
-    return total.full_tensor() if hasattr(total, "full_tensor") else total
+    norm: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
+    return norm
 
 
 def prepare_net(net: nn.Module) -> nn.Module:

@@ -88,6 +88,6 @@ def _local(parameter: nn.Parameter) -> Tensor:
     """A parameter with its gradient; for a DTensor, this rank's part of both."""
     if not hasattr(parameter, "to_local"):
         return parameter
-    local = parameter.to_local().detach()
+    local: Tensor = parameter.to_local().detach()
     local.grad = parameter.grad.to_local()  # type: ignore[union-attr]
     return local

@@ -71,8 +71,8 @@ class Quantized(Distillation):
         self.freeze_epoch = freeze_epoch
         self.best: dict[str, Tensor] = {}  # epoch and correct answers, () int64; the net's state under net.<name>
         self._int8: list[nn.Module] = []
-        self.register_state_dict_post_hook(_add_best)
-        self.register_load_state_dict_pre_hook(_take_best)
+        self.register_state_dict_post_hook(_add_best)  # type: ignore[no-untyped-call]  # torch's has no hints
+        self.register_load_state_dict_pre_hook(_take_best)  # type: ignore[no-untyped-call]  # torch's has no hints
 
     @property
     def net(self) -> FakeQuantized:

@@ -82,8 +82,8 @@ class Replicated(AveragesGradients):
         gradient_as_bucket_view: bool = False,
         bucket_cap_mb: int | None = None,
         ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable | None = None,
-        ddp_comm_wrapper: Callable | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -151,8 +151,8 @@ def _to_channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
 def recompute(layer: nn.Module) -> None:
     """Store only the layer's inputs and buffers for backward; parameters, names, results and noise stay the same."""
 
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:  # of forward and of the recomputation
-        return nullcontext(), _StartOfForward(layer)
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _StartOfForward(layer)  # of forward and of the recomputation
 
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 

@@ -112,7 +112,7 @@ def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 def _rows(layer: nn.Module, style: ParallelStyle) -> int:
     """Into how many parts a layer can be cut."""
-    joined = getattr(layer, "joined", None)
+    joined: tuple[int, int] | None = getattr(layer, "joined", None)
     if joined:
         return joined[1]
     if not isinstance(layer, nn.Linear):

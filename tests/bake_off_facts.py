@@ -8,6 +8,7 @@ from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 TEST = 400
 CE = (368, 372, 370)
 FREE = ["out", "resume", "overwrite", "checkpoint_every", "trainer.devices", "trainer.strategy", "trainer.logger"]
+SAMPLES: dict[str, Any] = {"fingerprint": {}, "commits": []}
 KD = (376, 379, 379)
 HINT = (360, 372, 378)
 FAILED = {"step": 120, "term": "kl"}
@@ -33,6 +34,7 @@ def header(seeds: int = 3, **config: Any) -> Header:
         },
         "free": FREE,
         "seeds": list(range(seeds)),
+        **SAMPLES,
     }
     return Header.read(facts)
 
@@ -90,6 +92,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         "config": config,
         "free": FREE,
         "seeds": list(range(len(bits))),
+        **SAMPLES,
         "metric": {"name": "test_bpc", "higher_is_better": False},
         "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None, "epochs": []} for each in bits],
     }
@@ -114,6 +117,7 @@ def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
             **config,
         },
         "free": FREE,
+        **SAMPLES,
         "data": {"name": "Digits", "train": 900, "validation": 100, "test": 100},
         "rows": [
             {"format": "float32", "test_acc": 0.9, "test_correct": 90, "bytes": 88390, **figures},

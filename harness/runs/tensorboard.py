@@ -7,7 +7,8 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

@@ -10,11 +10,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from apprentice import extras
 from apprentice.errors import BadInput

@@ -30,7 +30,7 @@ class Header(TypedDict, total=False):
     format: int
     experiment: str
     data: dict[str, Any]
-    fingerprint: str
+    fingerprint: dict[str, Any]
     hardware: dict[str, Any]
     versions: dict[str, str]
     config: dict[str, Any]

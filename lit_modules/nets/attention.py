@@ -119,7 +119,8 @@ class SelfAttention(nn.Module):
                 causal = False
                 if x.shape[1] > 1:
                     mask = torch.ones(x.shape[1], cache.length, dtype=torch.bool, device=x.device).tril(past)
-        return self.out(self._attend(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
+        output: Tensor = self.out(self._attend(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
+        return output
 
     def _heads(self, x: Tensor) -> list[Tensor]:
         """Project tokens (B, T, D) to queries, keys and values (B, heads, T, D / heads) of all heads or this rank's."""
@@ -186,7 +187,7 @@ def use_kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 
-def restrict_kernels(backend: str, query: Tensor) -> AbstractContextManager:
+def restrict_kernels(backend: str, query: Tensor) -> AbstractContextManager[None]:
     """Inside, torch may use this kernel alone."""
     if backend == "auto" and query.is_nested and query.device.type == "cpu":
         backend = "math"  # the only one; torch would ask a GPU about the others

@@ -156,7 +156,8 @@ def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
         BadInput: the net has no such method and is no sequence.
     """
     if (stages := getattr(net, "pipeline_stages", None)) is not None:
-        return stages()
+        modules: list[nn.Module] = stages()
+        return modules
     if is_chain(net):
         return split_sequences(net.children())
     raise BadInput(flag, type(net).__name__, "a net that can be cut: with pipeline_stages(), or an nn.Sequential")

@@ -38,7 +38,7 @@ class Ensemble(Net):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, classes) of inputs (B, ...)."""
-        logits = self.members(inputs)
+        logits: Tensor = self.members(inputs)
         return logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
 
 

@@ -84,7 +84,8 @@ class GPT(Net):
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Embedding, each block, norm and head; BadInput if embedding and head, the ends, share a weight."""
@@ -152,7 +153,8 @@ class GPT(Net):
         x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
-        return self.head(self.norm(x[:, -1]))
+        logits: Tensor = self.head(self.norm(x[:, -1]))
+        return logits
 
 
 class _Embedding(nn.Module):
@@ -168,7 +170,8 @@ class _Embedding(nn.Module):
         if end > block_size:
             raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
-        return self.noise(self.tokens(tokens.long()) + self.positions(places))
+        embedded: Tensor = self.noise(self.tokens(tokens.long()) + self.positions(places))
+        return embedded
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:

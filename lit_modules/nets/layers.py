@@ -42,7 +42,8 @@ def resolve(net: nn.Module, name: str) -> str:
 
 def layer(net: nn.Module, name: str, flag: str = "layer", needs: str = "") -> nn.Module:
     """Return the submodule of a layer's name (see `resolve`); raise BadInput, with near names, if there is none."""
-    path, layers = resolve(net, name).removesuffix(INPUT), dict(net.named_modules())
+    path = resolve(net, name).removesuffix(INPUT)
+    layers: dict[str, nn.Module] = dict(net.named_modules())
     if not path or path not in layers:
         near = get_close_matches(name, layers) if needs else list(layers)[1:40]
         hint = (f" ({needs})" if needs else "") + (f"; it has {', '.join(near)}" if near else "")
@@ -78,10 +79,10 @@ def observe(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> It
     """
     features: dict[str, Any] = {}
 
-    def keep(name: str, _module: nn.Module, _inputs: tuple, output: Any) -> None:
+    def keep(name: str, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
         features[name] = output
 
-    def keep_input(name: str, module: nn.Module, args: tuple) -> None:
+    def keep_input(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         features[name] = args[0].clone() if getattr(module, "inplace", False) else args[0]
 
     handles = [

@@ -29,7 +29,8 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
-        return x + self.layers(x) if self.adds else self.layers(x)
+        y: Tensor = self.layers(x)
+        return x + y if self.adds else y
 
 
 class MobileNetV2(Net):
@@ -73,7 +74,8 @@ class MobileNetV2(Net):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
-        return self.head(self.last(self.blocks(self.stem(images))).mean((2, 3)))
+        logits: Tensor = self.head(self.last(self.blocks(self.stem(images))).mean((2, 3)))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the last convolution with the mean over positions and the head."""

@@ -18,7 +18,8 @@ class _Chain(Net):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
-        return self.classifier(torch.flatten(self.features(images), 1))
+        logits: Tensor = self.classifier(torch.flatten(self.features(images), 1))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Each layer."""

@@ -40,9 +40,11 @@ class Block(nn.Module):
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.shortcut is not None:
-            return self.relu(y + self.shortcut(x))
-        shortcut = x[:, :, :: self.stride, :: self.stride]
-        return self.relu(y + F.pad(shortcut, (0, 0, 0, 0, 0, self.extra_channels)))
+            shortcut = self.shortcut(x)
+        else:
+            shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra_channels))
+        output: Tensor = self.relu(y + shortcut)
+        return output
 
 
 class ResNet(Net):
@@ -101,7 +103,8 @@ class ResNet(Net):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, widths[3], H / 4, W / 4)
-        return self.head(x.mean((2, 3)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with the mean over positions."""

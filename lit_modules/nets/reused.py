@@ -49,7 +49,8 @@ class ReusedClassifier(Net):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
-        return self.classifier(self.projector(self.body(images)))
+        logits: Tensor = self.classifier(self.projector(self.body(images)))
+        return logits
 
     def train(self, mode: bool = True) -> "ReusedClassifier":
         """Set the mode; the classifier stays in eval mode."""

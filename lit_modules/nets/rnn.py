@@ -51,7 +51,8 @@ class RNNClassifier(Net):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, classes) of tokens (B, T) of any integer type."""
-        return self.head(self.gru(*self.embedding(tokens)))
+        logits: Tensor = self.head(self.gru(*self.embedding(tokens)))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Embedding, GRU and head; the embedding's output is a tuple."""
@@ -76,5 +77,6 @@ class _LastState(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """(B, T, D) and (B,) -> (B, H), the state after the last token; for an empty text, after one of padding."""
-        states, _ = self.cells(embedded)  # (B, T, H)
+        states: Tensor  # (B, T, H)
+        states, _ = self.cells(embedded)
         return states[torch.arange(len(states), device=states.device), lengths.clamp(min=1) - 1]

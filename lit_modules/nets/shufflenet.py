@@ -19,7 +19,8 @@ WIDTHS_BY_FACTOR = {  # the last is that of the last convolution
 
 def _shuffle(x: Tensor, groups: int) -> Tensor:
     """Interleave the channels of `groups` groups of x (B, C, H, W)."""
-    return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    shuffled: Tensor = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return shuffled
 
 
 def _pointwise(in_channels: int, out_channels: int, groups: int = 1) -> nn.Sequential:
@@ -50,7 +51,8 @@ class _Grouped(nn.Module):
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
         y = _shuffle(self.reduce(x).relu(), self.groups)
         y = self.expand(self.by_channel(y).relu())
-        return self.relu(y + x if self.pool is None else torch.cat([y, self.pool(x)], 1))
+        output: Tensor = self.relu(y + x if self.pool is None else torch.cat([y, self.pool(x)], 1))
+        return output
 
 
 class _Split(nn.Module):
@@ -99,7 +101,8 @@ class _ShuffleNet(Net):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         x = self.last(self.stage3(self.stage2(self.stage1(self.stem(images)))))
-        return self.head(x.mean((2, 3)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with the last convolution and the mean over positions."""

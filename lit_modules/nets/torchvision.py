@@ -3,7 +3,7 @@
 import copy
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,7 @@ class Torchvision(Net):
             self.class_names = tuple(known[weights].meta["categories"]) if weights in known else ()
 
     def _build(self, norm: Norm, transform_input: bool) -> nn.Module:
-        builder = models.get_model_builder(self.name)
+        builder: Callable[..., nn.Module] = models.get_model_builder(self.name)
         options: dict[str, Any] = {"weights": None, "num_classes": self.num_classes}
         if self.name in WITH_AUXILIARY:
             options |= {"aux_logits": False, "init_weights": True, "transform_input": transform_input}
@@ -138,7 +138,8 @@ class Torchvision(Net):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, 1 or 3, H, W)."""
-        return self.model(images.expand(-1, 3, -1, -1))
+        logits: Tensor = self.model(images.expand(-1, 3, -1, -1))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Return the model's children and the operations between them, sequences split.

@@ -45,7 +45,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """Return (B, T, D) of tokens (B, T, D), which follow any cached ones."""
         x = x + self.dropout1(self.attention(self.norm1(x), cache))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        change: Tensor = self.dropout2(self.mlp(self.norm2(x)))
+        return x + change
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:

@@ -116,7 +116,8 @@ class _Embedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, D)
         tokens = self.tokens.expand(patches.shape[0], -1, -1)
-        return self.dropout(torch.cat([tokens, patches], 1) + self.positions)
+        embedded: Tensor = self.dropout(torch.cat([tokens, patches], 1) + self.positions)
+        return embedded
 
 
 class _Maps(nn.Module):
@@ -127,7 +128,8 @@ class _Maps(nn.Module):
         self.rows, self.columns = rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[:, -self.rows * self.columns :].transpose(1, 2).unflatten(2, (self.rows, self.columns))
+        maps: Tensor = x[:, -self.rows * self.columns :].transpose(1, 2).unflatten(2, (self.rows, self.columns))
+        return maps
 
 
 class _Block(Block):

@@ -24,8 +24,9 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H / stride, W / stride)."""
         active = self.relu1(self.norm1(x))
-        y = self.conv2(self.dropout(self.relu2(self.norm2(self.conv1(active)))))
-        return y + (x if self.shortcut is None else self.shortcut(active))
+        y: Tensor = self.conv2(self.dropout(self.relu2(self.norm2(self.conv1(active)))))
+        shortcut: Tensor = x if self.shortcut is None else self.shortcut(active)
+        return y + shortcut
 
 
 class WideResNet(Net):
@@ -77,7 +78,8 @@ class WideResNet(Net):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))  # (B, 64k, H / 4, W / 4)
-        return self.head(self.relu(self.norm(x)).mean((2, 3)))
+        logits: Tensor = self.head(self.relu(self.norm(x)).mean((2, 3)))
+        return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
         """The stem, each block, and the head with norm, ReLU and the mean over positions."""

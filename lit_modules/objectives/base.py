@@ -120,7 +120,8 @@ class Objective(Recorded, nn.Module, ABC):
     def terms(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
         with torch.autocast(labels.device.type, enabled=False):
-            return self(widen_outputs(student), teacher and widen_outputs(teacher), labels)
+            terms: dict[str, Term] = self(widen_outputs(student), teacher and widen_outputs(teacher), labels)
+        return terms
 
     @abstractmethod
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

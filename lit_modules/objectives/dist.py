@@ -72,6 +72,6 @@ class DIST(LogitObjective):
 def _correlation(a: Tensor, b: Tensor) -> Tensor:
     """Correlate the rows of a and b, (n, m): (n,); 0, without gradient, where one is constant up to rounding."""
     a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
-    lengths = a.norm(dim=1), b.norm(dim=1)
+    lengths: tuple[Tensor, Tensor] = a.norm(dim=1), b.norm(dim=1)
     constant = torch.minimum(*lengths) <= 16 * torch.finfo(a.dtype).eps
     return ((a * b).sum(1) / (lengths[0] * lengths[1] + EPS)).where(~constant, 0.0)

@@ -119,4 +119,5 @@ def _source(node: Node) -> tuple[str, Any] | None:
 
 def path_of(node: Node) -> str:
     """Return the path in the net of the module that called the operation; "" is the net itself."""
-    return list(node.meta["nn_module_stack"].values())[-1][0].removeprefix(NET).removeprefix(".")
+    path: str = list(node.meta["nn_module_stack"].values())[-1][0]
+    return path.removeprefix(NET).removeprefix(".")

@@ -62,6 +62,7 @@ class FakeQuantized(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (b, classes) of inputs (b, ...)."""
+        logits: Tensor
         logits, *features = self.graph(inputs)
         for tap, feature in zip(self._taps, features, strict=True):
             tap(feature)
@@ -85,7 +86,7 @@ class FakeQuantized(nn.Module):
         self.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FakeQuantized":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no hints
         for module in self.graph.modules():
             if isinstance(getattr(module, "scale", None), Tensor):
                 module.scale = module.scale.float()  # torch accepts no other type

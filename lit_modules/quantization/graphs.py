@@ -41,7 +41,9 @@ def prepare_graph(net: nn.Module, example: Tensor, layers: Sequence[str] = (), t
     spec = quantizer(training)
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
-    graph = (prepare_qat_pt2e if training else prepare_pt2e)(capture(net.train(training), example, layers), spec)
+    graph: GraphModule = (prepare_qat_pt2e if training else prepare_pt2e)(
+        capture(net.train(training), example, layers), spec
+    )
     if not any(name.startswith("activation_post_process") for name, _ in graph.named_children()):
         expected = "a net with layers that torchao quantises, such as nn.Conv2d and nn.Linear"
         raise BadInput("net", type(net).__name__, expected)
@@ -155,7 +157,8 @@ def observe_weights(graph: GraphModule) -> None:
 
 
 def _tensor(graph: GraphModule, node: Node) -> Tensor:
-    return attrgetter(str(node.target))(graph)
+    tensor: Tensor = attrgetter(str(node.target))(graph)
+    return tensor
 
 
 def convert(graph: GraphModule) -> nn.Module:

@@ -63,7 +63,8 @@ class Range(nn.Module):
             y = fn(x)
             return y if y.element_size() >= 4 else x.to(y.device)
 
-        return super()._apply(apply, recurse)
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]  # torch's has no hints
+        return self
 
     def forget(self) -> None:
         """Reset to nothing observed."""

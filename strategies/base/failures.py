@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from apprentice.errors import BadInput
 from strategies.base import missing_ranks
 from strategies.base.private import abort_process_group
 
@@ -45,6 +46,8 @@ def leave() -> None:
 
 def send(error: BaseException, file: Path) -> None:
     """Pickle a rank's error for the process that forked it, which else gets its traceback alone, as text."""
+    if isinstance(error, BadInput):  # its value may be a function, or a mesh
+        error = BadInput(error.argument, str(error.value), error.expected)
     with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
         file.write_bytes(pickle.dumps(error))
 

@@ -66,7 +66,8 @@ def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramet
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(ranks, *x.shape): `x` of every rank of a group; the gradient of each is the sum over the ranks."""
-    return _Gather.apply(x, group)
+    gathered: Tensor = _Gather.apply(x, group)
+    return gathered
 
 
 class _Gather(torch.autograd.Function):
@@ -113,7 +114,8 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
 def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
     """A loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a rank may have no parameters
-    return _GivenGradients.apply(loss, list(gradients.values()), anchor, *gradients)
+    with_gradients: Tensor = _GivenGradients.apply(loss, list(gradients.values()), anchor, *gradients)
+    return with_gradients
 
 
 class _GivenGradients(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from strategies.base import failures, fit_state, missing_ranks
 from strategies.base.private import (
@@ -44,7 +44,7 @@ class ForkLauncher(MultiProcessingLauncher):
     _result: Path  # rank zero's `fit_state`, in a file
     _saving = False  # whether this rank calls the hooks of an exception
 
-    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` in every rank and return rank zero's results."""
         _check_shared_memory()
         self._strategy.check_trainer(trainer)
@@ -158,7 +158,7 @@ class ForkLauncher(MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
 
-    def _restore(self, trainer: Trainer, function: Callable, args: Any, kwargs: Any) -> None:
+    def _restore(self, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if not self._result.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
         # Memory-mapped: unused tensors take no memory.
@@ -198,7 +198,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
-    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run `function` here, as in every rank; after an exception Lightning's hooks find what this rank holds."""
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -213,7 +213,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         super()._call_children_scripts()
 
 
-def _run(trainer: Trainer, function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _run(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a Trainer's function; the exception by which a Tuner stops it is a normal end, as it is in one process."""
     try:
         return function(*args, **kwargs)

@@ -82,7 +82,8 @@ class ModelParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModelParallel":
         """Implements `to`, `double`, `cpu` and so on: stages that have devices stay there."""
         if self.devices is None:
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no hints
+            return self
         for device, group in zip(self.devices, grouped(self._stages(), self._sizes), strict=True):
             for module in group:
                 module._apply(lambda tensor, device=device: fn(tensor).to(device))

@@ -59,7 +59,7 @@ class SharedReplica(DataParallel):
         return super().all_gather(tensor, _group(group), sync_grads)
 
 
-def _predict_silently(loop: Any, predict: Callable, *args: Any) -> None:
+def _predict_silently(loop: Any, predict: Callable[..., None], *args: Any) -> None:
     """Predict a batch without writing or keeping it, as another rank does."""
     trainer, callbacks, wanted = loop.trainer, loop.trainer.callbacks, loop._return_predictions
     trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, BasePredictionWriter)]

@@ -62,7 +62,7 @@ def allow_collectives() -> Iterator[None]:
 
 
 @cache  # each shard needs it
-def _patches() -> list[tuple[Any, str, Callable, Callable]]:
+def _patches() -> list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]]:
     """Owner, name, original and replacement of each function."""
     patches = [
         (owner, name, original, _checked(getattr(owner, name), f"{label}.{name}"))
@@ -73,7 +73,7 @@ def _patches() -> list[tuple[Any, str, Callable, Callable]]:
     return [*patches, (Metric, "sync_context", SYNC_CONTEXT, _checked_sync_context)]
 
 
-def _checked(call: Callable, name: str) -> Callable:
+def _checked(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if (step := _step.get()) is not None:
             why = "as ranks compute different numbers of shards and batches"

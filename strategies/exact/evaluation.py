@@ -64,13 +64,15 @@ class RoundRobin:
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
         undo = ExitStack()
         loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-        methods: list[tuple[Any, str, Callable]] = [(trainer.predict_loop, "_predict_step", self._predict_mine)]
+        methods: list[tuple[Any, str, Callable[..., None]]] = [
+            (trainer.predict_loop, "_predict_step", self._predict_mine)
+        ]
         for loop, name, method in [*methods, *((x, "_store_dataloader_outputs", self._log_all_batches) for x in loops)]:
             setattr(loop, name, partial(method, loop, getattr(loop, name)))
             undo.callback(vars(loop).pop, name, None)
         return undo
 
-    def _log_all_batches(self, loop: Any, store_outputs: Callable) -> None:
+    def _log_all_batches(self, loop: Any, store_outputs: Callable[[], None]) -> None:
         if self._count <= self.strategy.replica[0]:  # this rank had no batch: its metrics would warn of that
             for metric in (m for m in self.strategy._module.modules() if isinstance(m, Metric)):
                 metric._update_count += 1
@@ -82,7 +84,7 @@ class RoundRobin:
         _repeat(loop, sorted(chain.from_iterable(gathered), key=lambda logs: logs[0]))
         store_outputs()
 
-    def _predict_mine(self, loop: Any, predict: Callable, *args: Any) -> None:
+    def _predict_mine(self, loop: Any, predict: Callable[..., None], *args: Any) -> None:
         if self.is_mine():
             predict(*args)
         self._count += 1

@@ -120,10 +120,11 @@ class FixedPointSum:
         spans = enumerate(zip(lowest, last, strict=True))
         places = [(i, place) for i, (low, high) in spans for place in range(-low, high + 1)]
         sums = [*(self._sum(i, place) for i, place in places), bits.flatten()]
-        *totals, told = replicas.all_reduce_sum_(torch.cat(sums)).split([*map(len, sums)])
+        summed_bits: Tensor
+        *totals, summed_bits = replicas.all_reduce_sum_(torch.cat(sums)).split([*map(len, sums)])
         for (i, place), total in zip(places, totals, strict=True):
             self._sums[i][place] = total
-        return told.view_as(bits)
+        return summed_bits.view_as(bits)
 
     def flawed(self) -> list[str]:
         """Names of the parameters with a gradient that was not finite."""

@@ -19,6 +19,8 @@ from strategies.base.private import LogMetadata, default_dtype
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.shards import mean_over_rows
 
+Layout = list[tuple[str, bool, bool]]  # for each call: its name, whether it logs no value, and no batch size
+
 
 class LogCall(NamedTuple):
     """A call of `LightningModule.log`, with Lightning's defaults filled in."""
@@ -152,11 +154,11 @@ def _fault(module: LightningModule, expected: str) -> BadInput:
     return BadInput("exact" if strategy.exact else "", strategy.exact or "training_step", expected)
 
 
-def _layout(logged: Iterable[LogCall]) -> list[tuple[str, bool, bool]]:
+def _layout(logged: Iterable[LogCall]) -> Layout:
     return [(call.name, call.value is None, call.batch_size is None) for call in logged]
 
 
-def _check_same(module: LightningModule, one: list[tuple], other: list[tuple]) -> None:
+def _check_same(module: LightningModule, one: Layout, other: Layout) -> None:
     if one != other:
         names = [", ".join(name for name, *_ in layout) or "nothing" for layout in (one, other)]
         raise _fault(module, f"each shard to log the same; one logs {names[0]}, another {names[1]}")
@@ -168,6 +170,7 @@ class StatefulShardLogger(ShardLogger):
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a shard."""
         with refuse_collectives("shard_step", self.strategy):
+            loss: Tensor
             loss, values = self.module.shard_step(batch)  # type: ignore[operator]
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}
         return loss
@@ -182,7 +185,8 @@ class StatefulShardLogger(ShardLogger):
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Pass the means over the global batch to the module."""
         means = dict(zip(self.logged, mean_over_rows(table, sizes).tolist(), strict=True))
-        return self.module.on_global_batch(means, sum(sizes))  # type: ignore[operator]
+        stopped: list[nn.Parameter] = self.module.on_global_batch(means, sum(sizes))  # type: ignore[operator]
+        return stopped
 
 
 def shard_logger_of(module: LightningModule) -> ShardLogger:

@@ -116,7 +116,7 @@ class ShardedTraining:
     def _relates(self) -> bool:
         return getattr(self.module, "relates_rows", False)
 
-    def _step_context(self) -> AbstractContextManager:
+    def _step_context(self) -> AbstractContextManager[None]:
         return self.strategy.precision_plugin.train_step_context()
 
     def _shards_of(self, batch: Any) -> list[Shard]:

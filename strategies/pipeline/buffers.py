@@ -59,7 +59,8 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
         """(units,) a buffer with a gradient, of `anchor` if of no other tensor; BadInput for other layouts."""
         self.check(tensors)
-        return _Pack.apply(self, anchor, *tensors)
+        buffer: Tensor = _Pack.apply(self, anchor, *tensors)
+        return buffer
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise BadInput for tensors of other layouts."""
@@ -72,7 +73,8 @@ class Packing:
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
         """The tensors, with so many rows."""
-        return _Unpack.apply(self, rows, buffer)
+        tensors: tuple[Tensor, ...] = _Unpack.apply(self, rows, buffer)
+        return tensors
 
     def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(units,) a buffer without history; zeros for None."""

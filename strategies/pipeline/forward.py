@@ -34,7 +34,7 @@ class ForwardCall:
 
     answer: Answer | None
     inputs: tuple[Tensor, ...] = ()  # none until it is called
-    noise: Callable[[], AbstractContextManager] = nullcontext  # the keyed noise of the call
+    noise: Callable[[], AbstractContextManager[None]] = nullcontext  # the keyed noise of the call
 
 
 class _StepEnds(BaseException):

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
+
+Output = TypeVar("Output")
 
 
 class Event(NamedTuple):
@@ -29,7 +31,7 @@ class MicroBatch:
     rows: int  # 0: stages compute nothing
     inputs: tuple[Tensor, ...]  # of the first stage
     loss: Callable[[Any], Tensor] | None  # from the last stage's output to a weighted scalar; None for forward only
-    context: Callable[[], AbstractContextManager]  # each stage enters it
+    context: Callable[[], AbstractContextManager[None]]  # each stage enters it
 
 
 @dataclass
@@ -51,7 +53,7 @@ class PipelineStep:
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
-def checked(output: Any, layer: nn.Module, rows: int) -> Any:
+def checked(output: Output, layer: nn.Module, rows: int) -> Output:
     """The output of a stage that ends with a layer; BadInput if its tensors do not have the batch's rows first."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
@@ -62,7 +64,7 @@ def checked(output: Any, layer: nn.Module, rows: int) -> Any:
 
 def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
     """The tensors that a stage sends to the next, checked."""
-    tensors = output if type(output) is tuple else (output,)
+    tensors: tuple[Any, ...] = output if type(output) is tuple else (output,)
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
         expected = "expected a tensor or a tuple of tensors for the next stage"
         raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")

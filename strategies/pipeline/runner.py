@@ -46,11 +46,13 @@ class _StageModule(nn.Module):
         self.number = 0  # of the current micro-batch
 
     def forward(self, buffer: Tensor | None = None) -> Tensor:
+        out: Tensor
         step, device = self.runner.step, self.runner.device
         piece = step.microbatches[self.number]
         source = torch.zeros(1, dtype=UNIT, device=device, requires_grad=True) if buffer is None else buffer
         if not piece.rows and (piece.loss is None or not self.gathers):
-            return _Tied.apply(self.zeros(device), source)
+            out = _Tied.apply(self.zeros(device), source)
+            return out
         x = piece.inputs if self.received is None else self.received.unpack(source, piece.rows)
         with piece.context():
             y = chained(self.layers, x)
@@ -68,7 +70,7 @@ class _StageModule(nn.Module):
             else:
                 out = self.sent.pack(stage_tensors(y, self.layers[-1], piece.rows), source)
         if self.received is not None and not self.received.differentiable:
-            return _Tied.apply(out, source)
+            out = _Tied.apply(out, source)
         return out
 
     def zeros(self, device: torch.device | str) -> Tensor:
@@ -100,7 +102,7 @@ class _RecordedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._backward(super().backward_weight_one_chunk, "weights", bwd_chunk_id, *args, **kwargs)
 
-    def _backward(self, compute: Callable, kind: str, number: int, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, compute: Callable[..., None], kind: str, number: int, *args: Any, **kwargs: Any) -> None:
         step = self.runner.step
         with step.recorded(self.module.stage, number, kind), torch.autocast(self.device.type, enabled=False):
             compute(number, *args, **kwargs)

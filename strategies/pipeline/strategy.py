@@ -243,7 +243,8 @@ class PipelineStrategy(SharedReplica, Exact):
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm over all stages, () float64, with the bits of one device; collective."""
-        return torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
+        norm: Tensor = torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
+        return norm
 
     def _norms(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> Tensor:
         """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""

@@ -70,8 +70,7 @@ def _language_model(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, Stud
 
 
 def _formats(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
-    header = Header.read(facts)
-    header.seeds = header.config["seeds"]
+    header = Header.read({"seeds": facts["config"]["seeds"], **facts})
     rows = {
         row["format"]: FormatResults(
             objective="",
