@@ -182,9 +182,10 @@ class Parser:
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag_of(self, argument: str) -> str | None:
-        """The flag of what an object refuses when it is used: its own, or that of an object of which a run has one."""
+        """The flag of what an object refuses when it is used: the argument, or the only flag that ends with it."""
         places = [argument, *(f"{owner}.{argument}" for owner in ONLY_ONE)]
-        return next((flag for flag in places if flag in self._parsed), None)
+        endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
+        return next((flag for flag in places if flag in self._parsed), endings[0] if len(endings) == 1 else None)
 
     def _classes_at(self, flag: str) -> Classes | None:
         """What a flag chooses from, if it chooses."""

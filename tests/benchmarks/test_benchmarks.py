@@ -160,7 +160,7 @@ def int8(out: Path) -> None:
     """What it measures, of a net that is compiled quickly; of ResNet-20 the sizes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nets, images = int8_speed.both(20, 2)
+        nets, images = int8_speed.build_both(20, 2)
         sizes = {name: int8_speed.onnx_bytes(net, images) for name, net in nets.items()}
         assert sizes["int8"] <= 0.3 * sizes["float32"], sizes
         int8_speed.main(["--depth", "8", "--batch_size", "2", "--repeats", "1", "--out", str(out)])

@@ -411,7 +411,14 @@ def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited
 
 
 def test_students_on_text_and_language_models_are_in_one_table(runs):
-    facts = {"objective": "CrossEntropy", "parameters": 9, "step_ms": None, "train_flops": None, "failed": None}
+    facts = {
+        "objective": "CrossEntropy",
+        "parameters": 9,
+        "step_ms": None,
+        "train_flops": None,
+        "failed": None,
+        "epochs": [],
+    }
     scores = [NetRecord.from_json({**facts, "test_bpc": bits, "test_loss": bits}) for bits in (2.5, 2.7)]
     given = Header.read({**gpt([0, 0]), "experiment": "kd"})
     given.config |= {"student": {"class_path": "x.GPT"}, "net": None, "model": None}

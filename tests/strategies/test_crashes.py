@@ -207,6 +207,6 @@ def test_the_error_of_a_rank_arrives_as_an_object(error: Exception) -> None:
     cause = raised.value.__cause__
     if isinstance(error, BadInput):
         assert isinstance(cause, BadInput)
-        assert (cause.argument, cause.value, cause.expected) == (error.argument, error.value, error.expected)
+        assert (cause.argument, cause.value, cause.expected) == (error.argument, str(error.value), error.expected)
     else:
         assert cause is None
