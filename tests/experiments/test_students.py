@@ -188,7 +188,7 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
         if names == ["sp"]:
             raise RuntimeError("no such shape\nand more")
         if names == ["rkd"]:
-            raise ValueError("strategy Pipe: expected another")
+            raise BadInput("strategy", "Pipe", "another")
         if names != ["ce"]:
             raise BadInput("variants.x", 1, "2")
 
@@ -197,18 +197,6 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
     assert "without sp: no such shape" in lines
     assert "without rkd: --trainer.strategy Pipe: expected another" in lines
     assert "without strange: --variants.x 1: expected 2" in lines
-
-
-def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    kd.main([*SMALL, "--only", "ce", "--out", str(out)])
-    text = (out / "config.yaml").read_text()
-    assert "\nzoo: false\n" in text
-    assert "students" not in text
-    assert "list_layers" not in text
-    (out / "config.yaml").write_text(text.replace("zoo: false\n", ""))
-    kd.main(["--out", str(out), "--resume", "true", "--only", "ce", "kd"])
-    assert list(results(out)["students"]) == ["ce", "kd"]
 
 
 def test_layers_are_listed_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
