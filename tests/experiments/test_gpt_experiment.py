@@ -145,7 +145,7 @@ def test_a_prompt_that_the_net_cannot_take(
 
 
 def test_a_run_of_another_experiment_has_no_net_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results.json").write_text(json.dumps({"experiment": "comm"}))
+    (tmp_path / "results.json").write_text(json.dumps({"experiment": "comm", "format": 1}))
     said = f"--run {tmp_path}: expected a run of gpt.py; this one is of comm.py"
     refused(gpt.main, ["--sample", "a", "--run", str(tmp_path)], said, "", tmp_path, capsys)
 

@@ -240,7 +240,7 @@ class Refuses(Dies):
     """Finds only then that an option can't be used."""
 
     def die(self) -> None:
-        raise ValueError("batch_size 64: expected another")
+        raise BadInput("batch_size", 64, "another")
 
 
 ENDS = {
