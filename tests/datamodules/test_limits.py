@@ -134,7 +134,7 @@ def test_a_limited_run_says_so_and_is_not_compared_with_a_whole_one(tmp_path: Pa
     assert two["data"] == few["data"]
     assert two["students"]["ce"]["test_correct"] == few["students"]["ce"]["test_correct"]
     run(tmp_path / "subset", "--data.train_size", "80", "--data.validation_size", "15", "--data.test_size", "40")
-    found = compare(load_runs([tmp_path / name for name in ("few", "two", "subset")]))
+    found = compare(load_runs([tmp_path / name for name in ("few", "two", "subset")])).to_json()
     differences = {row["name"]: row["differences"] for row in found["rows"]}
     assert differences == {"few/ce": [0.0], "two/ce": [0.0], "subset/ce": []}
     assert any(
