@@ -6,10 +6,11 @@ cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 chosen=(-m "not slow")
 arguments=()
+pytest=(pytest)
 for argument; do
     case $argument in
         --all) chosen=() ;;
-        --coverage) arguments+=(--cov --cov-report=term) ;;
+        --coverage) pytest=(coverage run -m pytest) ;;
         *) arguments+=("$argument") ;;
     esac
 done
@@ -21,7 +22,11 @@ trap 'rm -f "$types"' EXIT
 mypy > "$types" 2>&1 & # beside the tests
 mypy=$!
 failed=0
-pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "${chosen[@]}" "${arguments[@]}" || failed=$?
+"${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "${chosen[@]}" "${arguments[@]}" || failed=$?
+if [ "${pytest[0]}" = coverage ]; then
+    coverage combine --quiet
+    coverage report
+fi
 wait "$mypy" || failed=$?
 cat "$types"
 exit "$failed"
