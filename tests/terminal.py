@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import sys
@@ -17,6 +18,8 @@ import torch
 
 from tests import waiting
 from tests.processes import session
+
+FRAMES = re.compile(rb"(?=\r\x1b\[2K)")  # Rich erases a frame, from its last line up, before it draws the next
 
 
 @dataclass
@@ -61,8 +64,9 @@ def _watched(child: int, terminal: int, columns: int, rows: int, idle: float) ->
             content = os.read(terminal, 65536)
         except OSError:  # the process has ended
             break
-        stream.feed(content)
-        seen.screens.append([line.rstrip() for line in screen.display])
+        for part in FRAMES.split(content):  # what is read at once may end one frame and erase it for the next
+            stream.feed(part)
+            seen.screens.append([line.rstrip() for line in screen.display])
     else:
         os.kill(child, 9)
     os.close(terminal)

@@ -2,8 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -77,17 +76,3 @@ def chosen(config: Namespace, key: str) -> Any:
     """What is chosen at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
     return getattr(config, first)[name] if name else getattr(config, first)
-
-
-@contextmanager
-def flags_of(wanted: Iterable[Row]) -> Iterator[None]:
-    """Errors of a row, by its name below `--variants`, get its variant's flag, and its student if there are several."""
-    try:
-        yield
-    except BadInput as fault:
-        for row in wanted:
-            flag = f"{VARIANTS}.{row.name}"
-            if row.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
-                whole = f"{VARIANTS}.{row.variant}{fault.argument.removeprefix(flag)}"
-                raise BadInput(whole, fault.value, f"{fault.expected} (for --{row.net})") from None
-        raise
