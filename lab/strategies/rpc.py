@@ -70,7 +70,7 @@ class RPCStrategy(DataParallel):
                 dist.register_rendezvous_handler(SCHEME, _process_groups_store)
             options = rpc.TensorPipeRpcBackendOptions(init_method=f"{SCHEME}://", rpc_timeout=self._timeout_seconds)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use of one
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's use of one
                 rank, count = self.global_rank, self._num_ranks
                 rpc.init_rpc(f"rank{rank}", rank=rank, world_size=count, rpc_backend_options=options)
             atexit.register(_stop_at_exit)
@@ -128,7 +128,7 @@ _receiver: list[Any] = []  # this process's, if any: a remote call reaches a pro
 
 
 def receiver() -> Any:
-    """The object in this process for which remote calls are."""
+    """Return the object in this process that remote calls are for."""
     return _receiver[0]
 
 
@@ -227,7 +227,7 @@ class Worker(CallQueue):
 
 
 class LocalOptimizer:
-    """The optimizer class for DistributedOptimizer: it steps the worker's own, with its groups and learning rates."""
+    """Steps the worker's optimizer for DistributedOptimizer, with its groups and learning rates."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None: ...
 
@@ -242,7 +242,7 @@ def _call_local(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def load_distributed_optimizer() -> Any:
-    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's own parts."""
+    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's parts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import DistributedOptimizer
