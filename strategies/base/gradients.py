@@ -57,8 +57,8 @@ def unpack(vector: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parame
     return {p: gradient.to(p) if count else None for p, gradient, count in pairs}
 
 
-def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
-    """Gradients averaged over the replicas; None counts as zeros where another replica has a gradient."""
+def average(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
+    """Average gradients over the replicas; None counts as zeros where another replica has a gradient."""
     if replicas.count() == 1 or not gradients:
         return dict(gradients)
     return unpack(replicas.all_reduce_sum_(pack(gradients)) / replicas.count(), list(gradients))
@@ -66,12 +66,12 @@ def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramet
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(ranks, *x.shape): `x` of every rank of a group; the gradient of each is the sum over the ranks."""
-    gathered: Tensor = _Gather.apply(x, group)
-    return gathered
+    values: Tensor = _Gather.apply(x, group)
+    return values
 
 
 class _Gather(torch.autograd.Function):
-    """torch's own takes the ranks of its backward for those of the world, whatever the group."""
+    """Replaces torch's, whose backward takes a group's ranks for those of the world."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -111,14 +111,14 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
         raise BadInput("", "training_step", f"{expected}; it does so with {changed[0]}")
 
 
-def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
-    """A loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
+def attach_gradients(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
+    """Return a loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a rank may have no parameters
-    with_gradients: Tensor = _GivenGradients.apply(loss, list(gradients.values()), anchor, *gradients)
+    with_gradients: Tensor = _AttachedGradients.apply(loss, list(gradients.values()), anchor, *gradients)
     return with_gradients
 
 
-class _GivenGradients(torch.autograd.Function):
+class _AttachedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *_parameters: Tensor) -> Tensor:
         ctx.gradients = gradients

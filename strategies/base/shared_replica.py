@@ -61,13 +61,13 @@ class SharedReplica(DataParallel):
 
 def _predict_silently(loop: Any, predict: Callable[..., None], *args: Any) -> None:
     """Predict a batch without writing or keeping it, as another rank does."""
-    trainer, callbacks, wanted = loop.trainer, loop.trainer.callbacks, loop._return_predictions
+    trainer, callbacks, returns = loop.trainer, loop.trainer.callbacks, loop._return_predictions
     trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, BasePredictionWriter)]
     loop._return_predictions = False
     try:
         predict(*args)
     finally:
-        trainer.callbacks, loop._return_predictions = callbacks, wanted
+        trainer.callbacks, loop._return_predictions = callbacks, returns
 
 
 def _group(group: Any) -> Any:

@@ -64,12 +64,11 @@ class Packing:
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise BadInput for tensors of other layouts."""
-        found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
+        got = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
         expected = [(layout.row, layout.dtype) for layout in self.layouts]
-        if found != expected:
-            kinds = [[f"(rows, {', '.join(map(str, row))}) {str(t)[6:]}" for row, t in x] for x in (expected, found)]
-            wanted, got = (" and ".join(each) or "nothing" for each in kinds)
-            raise BadInput("", "pipeline_stages", f"a stage to give {wanted} for every micro-batch, got {got}")
+        if got != expected:
+            to_give = f"a stage to give {_describe(expected)} for every micro-batch"
+            raise BadInput("", "pipeline_stages", f"{to_give}, got {_describe(got)}")
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
         """The tensors, with so many rows."""
@@ -91,6 +90,10 @@ class Packing:
         return [layout.view(buffer, start, rows) for layout, start in zip(self.layouts, self.starts, strict=True)]
 
 
+def _describe(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return " and ".join(f"(rows, {', '.join(map(str, row))}) {str(dtype)[6:]}" for row, dtype in kinds) or "nothing"
+
+
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packing: Packing, _anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -100,7 +103,8 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = ctx.packing.views(grad, ctx.rows)
-        return None, None, *(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad[2:], strict=True))
+        pairs = zip(grads, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(grad if is_needed else None for grad, is_needed in pairs)
 
 
 class _Unpack(torch.autograd.Function):

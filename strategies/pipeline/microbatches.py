@@ -46,15 +46,15 @@ class PipelineStep:
     events: list[Event] = field(default_factory=list)  # of this rank
 
     @contextmanager
-    def recorded(self, stage: int, number: int, kind: str) -> Iterator[None]:
+    def record(self, stage: int, number: int, kind: str) -> Iterator[None]:
         """Add an event for the block."""
         start = time.perf_counter()
         yield
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
-def checked(output: Output, layer: nn.Module, rows: int) -> Output:
-    """The output of a stage that ends with a layer; BadInput if its tensors do not have the batch's rows first."""
+def check_output(output: Output, layer: nn.Module, rows: int) -> Output:
+    """Return the output of a stage that ends with a layer; BadInput if its tensors don't have the rows first."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
         expected = f"tensors with the batch's {rows} rows first"
@@ -63,9 +63,9 @@ def checked(output: Output, layer: nn.Module, rows: int) -> Output:
 
 
 def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
-    """The tensors that a stage sends to the next, checked."""
+    """Check and return the tensors that a stage sends to the next."""
     tensors: tuple[Any, ...] = output if type(output) is tuple else (output,)
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
         expected = "expected a tensor or a tuple of tensors for the next stage"
         raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")
-    return checked(tensors, layer, rows)
+    return check_output(tensors, layer, rows)
