@@ -30,12 +30,12 @@ class AveragesGradients(DataParallel):
     _averaged: set[nn.Parameter] | None = None
 
     def _ever_trained(self) -> set[nn.Parameter]:
-        """The parameters that require a gradient or have required one in this fit."""
+        """Return the parameters that require a gradient or have required one in this fit."""
         known = self._averaged or set()
         return {p for p in self._module.parameters() if p.requires_grad or p in known}
 
     def _unknown(self) -> list[str]:
-        """Names of the parameters that require a gradient which is not averaged."""
+        """Return the names of the parameters that require a gradient which is not averaged."""
         known, parameters = self._averaged, self._module.named_parameters()
         return [] if known is None else [name for name, p in parameters if p.requires_grad and p not in known]
 
@@ -162,7 +162,7 @@ class Replicated(AveragesGradients):
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
 
     def _bound_device(self) -> torch.device | None:
-        """None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""
+        """Return None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""
         return super()._bound_device() if self._split_devices is None else None
 
     def model_to_device(self) -> None:

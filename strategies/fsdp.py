@@ -237,7 +237,7 @@ class FSDP(SharedReplica):
                 module.set_requires_gradient_sync(True, recurse=False)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
-        """The norm of all gradients, () float64; None if there are none; collective."""
+        """Return the norm of all gradients, () float64; None if there are none; collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         gradients = [cast("DTensor", p.grad) for p in parameters if p.grad is not None]
         for gradient in gradients:
@@ -255,7 +255,7 @@ class FSDP(SharedReplica):
             nn.utils.clip_grads_with_norm_(parameters, clip_val, total.to(parameters[0].dtype), foreach=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, on rank zero; collective."""
+        """Return the module's state, on rank zero; collective."""
         orders, keep = self._orders_by_name(), self.is_global_zero
         state = self._module.state_dict()
         full = {key: checkpoints.gather_tree(value, keep, orders.get(key)) for key, value in state.items()}
@@ -278,7 +278,7 @@ class FSDP(SharedReplica):
         return {p: order for layer, order in pairs if order is not None for p in layer.parameters(recurse=False)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, on rank zero; collective."""
+        """Return the optimizer's state, on rank zero; collective."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state, orders, keep = optimizer.state_dict(), self._orders(), self.is_global_zero
         parameters = parameters_of(optimizer)

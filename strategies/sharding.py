@@ -132,7 +132,7 @@ class Sharding:
 
 
 def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
-    """Names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
+    """Return the names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
     keys = {(name, key) for name, value in vars(module).items() if isinstance(value, dict) for key in value}
     return keys | {(name,) for name in vars(module)}
 

@@ -18,7 +18,7 @@ Plan = dict[str, ParallelStyle]  # by the path of a layer
 
 
 def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
-    """Numbers of ranks along `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
+    """Return the sizes of `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
 
     Raises:
         BadInput: there are other dimensions, or the sizes don't fit the number of ranks.

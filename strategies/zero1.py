@@ -34,7 +34,7 @@ class ZeRO1(DDP):
         self._drop_state()
 
     def _others(self) -> list[nn.Parameter]:
-        """Other ranks' parameters. New ones, such as a callback's, are assigned first, each to the smallest share."""
+        """Return other ranks' parameters, after assigning new ones, such as a callback's, to the smallest shares."""
         known = {p for share in self._shares for p in share}
         loads = [sum(p.numel() for p in share) for share in self._shares]
         new = [p for p in parameters_of(*self.optimizers) if p not in known]
@@ -64,7 +64,7 @@ class ZeRO1(DDP):
         return loss
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank zero the whole state, in the layout of one device; collective."""
+        """Return the whole state, in the layout of one device, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return state if self.world_size == 1 else checkpoints.gather_states(state, self.is_global_zero)
 

@@ -91,14 +91,14 @@ class LocalSGD(Replicated):
         self._local_parameters = []
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with averaged parameters; collective."""
+        """Return the module's state with averaged parameters; collective."""
         self._load_average()
         state = deepcopy(super().lightning_module_state_dict())
         self.on_validation_end()
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state with averaged moments; collective."""
+        """Return the optimizer's state with averaged moments; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         for moments in state["state"].values():
             for key, x in moments.items():

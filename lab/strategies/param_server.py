@@ -138,7 +138,7 @@ class ParamServer(RPCStrategy):
         self._pushes.clear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
+        """Return the loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:
@@ -276,7 +276,7 @@ class ParamServer(RPCStrategy):
         self.staleness = self.broadcast(self.staleness, self.server)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The server's state, on rank zero; collective."""
+        """Return the server's state, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return checkpoints.gather_states(state, self.is_global_zero) if self.server else state
 

@@ -84,7 +84,7 @@ class RPCStrategy(DataParallel):
         self._catch_up()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The newest state; collective."""
+        """Return the newest state; collective."""
         self._catch_up()
         return super().lightning_module_state_dict()
 
@@ -107,7 +107,7 @@ class RPCStrategy(DataParallel):
 
 
 def _process_groups_store(*_args: Any, **_options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """A rendezvous at the store that the ranks share: another address might be taken, or lead to dead ranks."""
+    """Yield a rendezvous at the store that the ranks share: another address might be taken, or lead to dead ranks."""
     yield dist.PrefixStore("rpc", default_store()), dist.get_rank(), dist.get_world_size()
 
 
@@ -133,7 +133,7 @@ def receiver() -> Any:
 
 
 def wait(future: Any, rank: int) -> Any:
-    """The result of a call to a rank; RuntimeError if it has gone or is too late. Signal handlers run meanwhile."""
+    """Return the result of a call to a rank, while signal handlers run; RuntimeError if it has gone or is too late."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     done.wait()
@@ -194,7 +194,7 @@ class Worker(CallQueue):
         self.optimizer = optimizer
 
     def forward(self, *inputs: Tensor) -> tuple[Any, str]:
-        """The module's output for some rows, on the CPU, and ""; or None and the error."""
+        """Return the module's output for some rows, on the CPU, and ""; or None and the error."""
         try:
             output = self.put(("forward", inputs)).wait()
         except Exception as error:  # noqa: BLE001 - it is raised on both sides, here by the main thread
@@ -203,12 +203,12 @@ class Worker(CallQueue):
         return tree_map_only(Tensor, lambda x: (x if x.numel() else x.clone()).cpu(), output), ""
 
     def parameters(self) -> list[Any]:
-        """Remote references to the trained parameters."""
+        """Return remote references to the trained parameters."""
         return [rpc.RRef(p) for p in (parameters_of(self.optimizer) if self.optimizer else [])]
 
     @staticmethod
     def call(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
-        """A future of a method's result, called on a remote reference's owner.
+        """Return a future of a method's result, called on a remote reference's owner.
 
         `worker.rpc_async()` would first ask for the worker's type, and make the first call outside the thread whose
         distributed autograd context records it: its gradients are silently lost (torch 2.15).
@@ -242,7 +242,7 @@ def _call_local(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def load_distributed_optimizer() -> Any:
-    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's parts."""
+    """Import torch's class, late, as that is slow, and without hints and warnings about torch's parts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import DistributedOptimizer

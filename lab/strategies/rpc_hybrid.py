@@ -207,7 +207,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
+        """Return the loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
         if not self.num_workers:
             return super().training_step(*args, **kwargs)
         if self.is_global_zero:

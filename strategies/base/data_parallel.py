@@ -228,7 +228,7 @@ class DataParallel(DeferredOptimizers):
         return rendezvous.rendezvous(None, address, *ranks, seconds, bound)
 
     def _bound_device(self) -> torch.device | None:
-        """The only device of this rank, which NCCL need not find out then."""
+        """Return the only device of this rank, which NCCL need not find out then."""
         return self.root_device if self.root_device.type != "cpu" else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -72,7 +72,7 @@ def receive(file: Path) -> BaseException | None:
 
 @dataclass
 class Hooks:
-    """What Lightning calls when a fit has failed, set aside from a Trainer until `restore`."""
+    """Sets aside what Lightning calls when a fit has failed, until `restore`."""
 
     trainer: Any
     callbacks: list[Any]

@@ -239,7 +239,7 @@ def _loggers(trainer: Any, *kinds: type[Any]) -> list[tuple[int, Any]]:
 
 
 def _picklable(writer: ExperimentWriter | None) -> ExperimentWriter | None:
-    """A writer without hyperparameters that can't be pickled: the next launch logs the module's again."""
+    """Return a writer without hyperparameters that can't be pickled: the next launch logs the module's again."""
     if not isinstance(writer, ExperimentWriter):  # none, or that of a rank that writes nothing
         return None
     writer = copy(writer)

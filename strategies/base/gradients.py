@@ -19,7 +19,7 @@ NORM = "trainer.strategy.gradient_norm(parameters) in place of grad_norm"
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
-    """The parameters that the optimizers step, in their order."""
+    """Return the parameters that the optimizers step, in their order."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -29,7 +29,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector with these tensors' shapes."""
+    """Return views of a vector with these tensors' shapes."""
     pieces = vector.split([x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
@@ -51,7 +51,7 @@ def pack(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
 
 @torch.no_grad()
 def unpack(vector: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
-    """The gradients in a packed vector, or in a sum of several: None where no rank had one."""
+    """Return the gradients in a packed vector, or in a sum of several: None where no rank had one."""
     *gradients, present = unflatten(vector, [*parameters, vector[: len(parameters)]])
     pairs = zip(parameters, gradients, present.tolist(), strict=True)
     return {p: gradient.to(p) if count else None for p, gradient, count in pairs}

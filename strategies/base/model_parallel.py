@@ -76,7 +76,7 @@ class ModelParallel(nn.Module):
         return len(self._sizes)
 
     def _stages(self) -> list[nn.Module]:
-        """The modules now: others may replace some, such as SyncBatchNorm's conversion."""
+        """Return the modules now: others may replace some, such as SyncBatchNorm's conversion."""
         return [module for module in self._modules.values() if module is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModelParallel":
@@ -90,12 +90,12 @@ class ModelParallel(nn.Module):
         return self
 
     def gathering(self) -> list[str]:
-        """Names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
+        """Return the names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
         layers = {name: self.get_submodule(name) for name in batch_norms(self)}
         return [name for name, layer in layers.items() if type(layer) not in PLAIN]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
+        """Return the last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
         if self.split_size is None:
             x: Any = inputs
             for stage in range(self.num_stages):
@@ -135,7 +135,7 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
 
 
 def devices_of(process: int, counts: Sequence[int], devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
-    """The devices of a node's process, one for each stage of its module; `counts` are those of the node's processes.
+    """Return the devices of a process, one for each stage of its module; `counts` are those of the node's processes.
 
     Lightning has chosen `devices`, one for each process; BadInput if there are too few `gpus`, or gaps.
     """

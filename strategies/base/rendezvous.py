@@ -45,7 +45,7 @@ def check_init_method(method: str | None) -> None:
 
 
 def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
-    """A listening socket on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
+    """Listen on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -147,7 +147,7 @@ class _TokenExchange:
     timeout: float
 
     def lead(self) -> str:
-        """Rank 0's part: give the token to each request, until all ranks are here. Old requests have no reader."""
+        """Give the token to each request, until all ranks are here: rank 0's part. Old requests have no reader."""
         token, answered = secrets.token_hex(8), set[str]()
         missing = list(range(1, self.world_size))
         error: OSError | None = None
@@ -173,7 +173,7 @@ class _TokenExchange:
         return token
 
     def follow(self) -> str:
-        """Another rank's part: ask for the token, count itself, and wait for all."""
+        """Ask for the token, count this rank, and wait for all: every other rank's part."""
         request = secrets.token_hex(8)
         while (token := self._get(f"answer/{request}")) is None:
             if self._get(f"request/{self.rank}") != request:

@@ -71,5 +71,5 @@ def _predict_silently(loop: Any, predict: Callable[..., None], *args: Any) -> No
 
 
 def _group(group: Any) -> Any:
-    """The replicas, unless a group is named; Lightning names the world where its user named none."""
+    """Return the replicas' group for None and for the world, which Lightning names where its user named none."""
     return replicas.group() if group is None or group is dist.group.WORLD else group

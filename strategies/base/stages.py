@@ -124,11 +124,11 @@ def _copy(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers, whose output for a row depends on the rows that are computed with it."""
+    """Return the names of the BatchNorm layers, whose output for a row depends on the other rows."""
     return [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters and buffers with their names."""
+    """Yield a module's parameters and buffers with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()

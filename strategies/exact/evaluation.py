@@ -94,7 +94,7 @@ class RoundRobin:
 
 
 def _rows(batch: Any, call: LogCall) -> int:
-    """The number of rows that a value stands for, as Lightning counts them."""
+    """Return the number of rows that a value stands for, as Lightning counts them."""
     if call.batch_size is not None:
         return int(call.batch_size)
     weighted = call.metric is None and call.is_mean and call.options["on_epoch"]

@@ -83,7 +83,7 @@ class FixedPointSum:
         return grad.as_strided((grad.numel(),), (1,))
 
     def _bins(self, grads: Mapping[int, Tensor]) -> dict[int, int]:
-        """The bin of each gradient's largest element."""
+        """Return the bin of each gradient's largest element."""
         if not grads:
             return {}
         ends = [end for grad in grads.values() for end in (grad.aminmax() if len(grad) else grad.new_zeros(2))]

@@ -135,7 +135,7 @@ class ShardedTraining:
             statistics.take()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
-        """The trainable parameters by name, in groups whose gradients are complete at the same time."""
+        """Return the trainable parameters by name, in groups whose gradients are complete at the same time."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         return [parameters] if parameters else []
 
@@ -144,7 +144,7 @@ class ShardedTraining:
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
 
     def _gradients(self, frozen: set[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
-        """The global batch's gradients, None for parameters that have none or are frozen."""
+        """Return the global batch's gradients, None for parameters that have none or are frozen."""
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for total in self._sums:
             parameters = dict(zip(total.names, total.parameters, strict=True))
@@ -200,7 +200,7 @@ class ShardedTraining:
             raise self.strategy._fault(f"batches of two rows or more for BatchNorm; {rows}") from error
 
     def _weight(self, rows: int) -> float:
-        """The weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""
+        """Return the weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""
         return rows / 2.0 ** (self._global_rows - 1).bit_length()
 
 

@@ -20,7 +20,7 @@ ALIGNMENT = 4  # units
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank knows of a tensor before it arrives."""
+    """Describes a tensor to the rank that will receive it."""
 
     row: tuple[int, ...]  # shape without the first dimension, the rows
     order: tuple[int, ...]  # dimensions by stride, the outermost first
@@ -29,7 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: Tensor) -> "Layout":
-        """The layout of a tensor, made dense."""
+        """Return the layout of a tensor, made dense."""
         strides = torch.empty_like(x, device="meta").stride()
         order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(x.shape[1:]), order, x.dtype, x.requires_grad)
@@ -71,7 +71,7 @@ class Packing:
             raise BadInput("", "pipeline_stages", f"{to_give}, got {_describe(got)}")
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
-        """The tensors, with so many rows."""
+        """Return the tensors, with so many rows."""
         tensors: tuple[Tensor, ...] = _Unpack.apply(self, rows, buffer)
         return tensors
 
@@ -86,7 +86,7 @@ class Packing:
         return buffer
 
     def views(self, buffer: Tensor, rows: int) -> list[Tensor]:
-        """The tensors, without history."""
+        """Return the tensors, without history."""
         return [layout.view(buffer, start, rows) for layout, start in zip(self.layouts, self.starts, strict=True)]
 
 

@@ -49,7 +49,7 @@ def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None
 
 
 class StageAssignment:
-    """Which rank computes which stages under a schedule; raises torch's ValueError where it can't run."""
+    """Assigns stages to ranks as a schedule needs it; raises torch's ValueError where it can't run."""
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int | None, num_microbatches: int) -> None:
         self.schedule_class, self.num_microbatches = get_schedule_class(schedule), num_microbatches
@@ -80,7 +80,7 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
 
 
 def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[float]:
-    """Seconds of each module's forward and backward in a chain, the minimum of a few runs; modules stay unchanged."""
+    """Measure each module's forward and backward in a chain: the minimum of a few runs; modules stay unchanged."""
     times, x = [], inputs
     for module in modules:
         with preserve_state([module], inputs[0].device):

@@ -4,14 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
-
-Output = TypeVar("Output")
 
 
 class Event(NamedTuple):
@@ -53,13 +51,12 @@ class PipelineStep:
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
-def check_output(output: Output, layer: nn.Module, rows: int) -> Output:
-    """Return the output of a stage that ends with a layer; BadInput if its tensors don't have the rows first."""
+def check_output(output: Any, layer: nn.Module, rows: int) -> None:
+    """Raise BadInput where the output of a stage that ends with a layer has not the batch's rows first."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
         expected = f"tensors with the batch's {rows} rows first"
         raise BadInput("", f"the stage that ends with {type(layer).__name__}", f"{expected}, got one of {uneven[0]}")
-    return output
 
 
 def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
@@ -68,4 +65,5 @@ def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
         expected = "expected a tensor or a tuple of tensors for the next stage"
         raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")
-    return check_output(tensors, layer, rows)
+    check_output(tensors, layer, rows)
+    return tensors

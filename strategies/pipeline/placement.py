@@ -89,10 +89,10 @@ class StagePlacement:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor without gaps in memory, in any order of its dimensions."""
+    """Return the tensor without gaps in memory, in any order of its dimensions."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else torch.empty_like(x).copy_(x)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A dense tensor's memory as a vector of bytes, which collectives accept for any type."""
+    """Return a dense tensor's memory as a vector of bytes, which collectives accept for any type."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

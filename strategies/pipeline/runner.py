@@ -62,8 +62,8 @@ class _StageModule(nn.Module):
                 out = sum(sums, start=self.zeros(device))  # of no rows: 0, with the stage behind it
             elif self.outputs is None:
                 assert piece.loss is not None
-                output = check_output(y, self.layers[-1], piece.rows)
-                step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, output)
+                check_output(y, self.layers[-1], piece.rows)
+                step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, y)
                 loss = piece.loss(y)
                 step.losses[self.number] = loss.detach()
                 out = loss.double()
@@ -74,7 +74,7 @@ class _StageModule(nn.Module):
         return out
 
     def zeros(self, device: torch.device | str) -> Tensor:
-        """An output of zeros; the loss is float64, into which every loss fits without rounding."""
+        """Return an output of zeros; the loss is float64, into which every loss fits without rounding."""
         if self.outputs is None:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.zeros(self.outputs.units, dtype=UNIT, device=device)
@@ -141,8 +141,8 @@ class PipelineRunner:
                     y = apply_modules(modules, x)
                 step.after_forward(stage, number)
                 if stage == len(self.rank_of) - 1:
-                    output = check_output(y, modules[-1], piece.rows)
-                    step.outputs[number] = tree_map_only(Tensor, Tensor.detach, output)
+                    check_output(y, modules[-1], piece.rows)
+                    step.outputs[number] = tree_map_only(Tensor, Tensor.detach, y)
                     continue
                 tensors = stage_tensors(y, modules[-1], piece.rows)
                 packing = self._packing(stage + 1, tensors, layouts)
@@ -156,7 +156,7 @@ class PipelineRunner:
         return layouts
 
     def _packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
-        """A packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
+        """Return a packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
         if stage not in layouts:
             layouts[stage] = [Layout.of(t) for t in tensors]
             if (target := self.rank_of[stage]) != self.rank:
@@ -166,7 +166,7 @@ class PipelineRunner:
         return packing
 
     def _inputs(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """The tensors of the previous stage, kept on this rank or received."""
+        """Return the tensors of the previous stage, kept on this rank or received."""
         source = self.rank_of[stage - 1]
         if stage not in layouts:
             header: list[Any] = [None]
@@ -232,7 +232,7 @@ class PipelineRunner:
         return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), form)
 
     def _schedule(self, step: PipelineStep) -> LocalSchedule:
-        """The schedule for the step's inputs, the latest last in `_schedules`."""
+        """Return the schedule for the step's inputs, the latest last in `_schedules`."""
         shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
         trained = tuple(p.requires_grad for stage in self.modules for m in stage for p in m.parameters())
         largest = max(step.microbatches, key=lambda piece: piece.rows)

@@ -190,7 +190,7 @@ class PipelineStrategy(SharedReplica, Exact):
         return cut(module, self.assignment.rank_of, sizes if isinstance(self.balance, str) else self.balance)
 
     def _seconds(self, module: LightningModule, layers: Sequence[nn.Module]) -> list[float]:
-        """Seconds of each layer for the first micro-batch, measured on rank zero."""
+        """Measure each layer's seconds for the first micro-batch, on rank zero."""
         with torch.random.fork_rng():
             loaders = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
             batch, *_ = next(iter(loaders))  # on all ranks, as reading may need them
@@ -242,7 +242,7 @@ class PipelineStrategy(SharedReplica, Exact):
         return loss
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm over all stages, () float64, with the bits of one device; collective."""
+        """Return the norm over all stages, () float64, with the bits of one device; collective."""
         norm: Tensor = torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
         return norm
 

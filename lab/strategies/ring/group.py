@@ -40,7 +40,7 @@ class RingGroup(ProcessGroup):
         self._queue, self._timeout, self._group_name = Queue(), MESSENGERS_TIMEOUT, ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """The backend's name."""
+        """Return the backend's name."""
         return self.name_of_backend
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
@@ -55,7 +55,7 @@ class RingGroup(ProcessGroup):
     group_name = property(getGroupName)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """For torch's question whether messages can be joined: gloo's can't."""
+        """Return the group that torch asks whether messages can be joined: gloo's can't."""
         return self._messenger
 
     def set_timeout(self, timeout: timedelta) -> None:
