@@ -54,7 +54,7 @@ class Sharding:
     Before, `cut` may replace parameters of a module by this rank's part of them.
     """
 
-    def __init__(self, module: nn.Module, shard: Shard, cut: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(self, module: nn.Module, shard: Shard, cut: Callable[[nn.Module], None]) -> None:
         modules = list(module.modules())
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for m in modules:
@@ -65,9 +65,8 @@ class Sharding:
         self._owners = self._places
         self._check(module, parts)
         before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary, as the hashes of metrics change
-        if cut is not None:
-            for unit in parts:
-                cut(unit)
+        for unit in parts:
+            cut(unit)
         self._owners = {getattr(*places[0]): places for places in self._places.values()}
         for unit in parts:
             self._shard(unit, shard)

@@ -90,11 +90,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         return [1, *self.devices_per_worker]
 
     @property
-    def splits(self) -> bool:
-        """Whether a worker has several devices."""
-        return self.devices_per_worker != 1 and max(self._counts) > 1
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """One replica, so that every rank's loader yields whole batches."""
         return {"num_replicas": 1, "rank": 0}
@@ -112,8 +107,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
             raise BadInput("strategy", self.rpc_name, f"Lightning's backward of {type(module).__name__}")
-        if self.splits:
-            self._cut(module, max(self._counts))
+        if (count := max(self._counts)) > 1:
+            self._cut(module, count)
 
     def _cut(self, module: LightningModule, count: int) -> list[list[nn.Module]]:
         """Cut the module into stages with about as many parameters each; BadInput where that can't be."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,8 +66,7 @@ def average(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramete
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(ranks, *x.shape): `x` of every rank of a group; the gradient of each is the sum over the ranks."""
-    values: Tensor = _Gather.apply(x, group)
-    return values
+    return cast("Tensor", _Gather.apply(x, group))
 
 
 class _Gather(torch.autograd.Function):
@@ -114,8 +113,7 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
 def attach_gradients(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
     """Return a loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a rank may have no parameters
-    with_gradients: Tensor = _AttachedGradients.apply(loss, list(gradients.values()), anchor, *gradients)
-    return with_gradients
+    return cast("Tensor", _AttachedGradients.apply(loss, list(gradients.values()), anchor, *gradients))
 
 
 class _AttachedGradients(torch.autograd.Function):

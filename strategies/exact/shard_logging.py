@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -166,10 +166,9 @@ class StatefulShardLogger(ShardLogger):
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a shard."""
         with refuse_collectives("shard_step", self.strategy):
-            loss: Tensor
             loss, values = self.module.shard_step(batch)  # type: ignore[operator]
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}
-        return loss
+        return cast("Tensor", loss)
 
     def values(self) -> list[Tensor]:
         """Return the last shard's values, averaged over its rows."""
@@ -181,8 +180,7 @@ class StatefulShardLogger(ShardLogger):
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Pass the means over the global batch to the module."""
         means = dict(zip(self.logged, mean_over_rows(table, sizes).tolist(), strict=True))
-        frozen: list[nn.Parameter] = self.module.on_global_batch(means, sum(sizes))  # type: ignore[operator]
-        return frozen
+        return cast("list[nn.Parameter]", self.module.on_global_batch(means, sum(sizes)))  # type: ignore[operator]
 
 
 def shard_logger_of(module: LightningModule) -> ShardLogger:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
         """(units,) a buffer with a gradient, of `anchor` if of no other tensor; BadInput for other layouts."""
         self.check(tensors)
-        buffer: Tensor = _Pack.apply(self, anchor, *tensors)
-        return buffer
+        return cast("Tensor", _Pack.apply(self, anchor, *tensors))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise BadInput for tensors of other layouts."""
@@ -72,8 +71,7 @@ class Packing:
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
         """Return the tensors, with so many rows."""
-        tensors: tuple[Tensor, ...] = _Unpack.apply(self, rows, buffer)
-        return tensors
+        return cast("tuple[Tensor, ...]", _Unpack.apply(self, rows, buffer))
 
     def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(units,) a buffer without history; zeros for None."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -243,8 +243,7 @@ class PipelineStrategy(SharedReplica, Exact):
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm over all stages, () float64, with the bits of one device; collective."""
-        norm: Tensor = torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
-        return norm
+        return cast("Tensor", torch.linalg.vector_norm(self._norms(list(parameters), torch.float64)))
 
     def _norms(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> Tensor:
         """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""
