@@ -175,7 +175,7 @@ class Replicated(AveragesGradients):
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         for split in self._splits:
-            if self.world_size > 1 and split.split_size is not None and (layers := split.gathering()):
+            if self.world_size > 1 and split.split_size is not None and (layers := split.gathering_layers()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
                 raise BadInput("split_size", split.split_size, f"None, {why}")
         if self._split_devices is None:

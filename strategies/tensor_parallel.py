@@ -34,8 +34,7 @@ def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
         tensor = shape.get(TENSOR) or ranks // data
         if data * tensor == ranks:
             return data, tensor
-    expected = f"{DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices"
-    raise BadInput("mesh", shape, expected)
+    raise BadInput("mesh", shape, f"{DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices")
 
 
 def check(module: nn.Module, mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> None:

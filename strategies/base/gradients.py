@@ -87,12 +87,12 @@ class _Gather(torch.autograd.Function):
 
 
 @contextmanager
-def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
-    """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
+def set_aside(trainable: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
+    """Clear the trainable parameters' gradients inside; restore those of earlier batches afterwards.
 
     BadInput: a parameter has a hook, or other parameters are trained at the end.
     """
-    parameters = trained()
+    parameters = trainable()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
         expected = "parameters without hooks, which would be called for every piece of a batch"
         raise BadInput("", "training_step", f"{expected}; {hooked[0]} has one")
@@ -104,7 +104,7 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
     finally:
         for p, grad in before:
             p.grad = grad
-    after = trained()
+    after = trainable()
     if changed := [name for name in {**parameters, **after} if parameters.get(name) is not after.get(name)]:
         expected = "a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
         raise BadInput("", "training_step", f"{expected}; it does so with {changed[0]}")

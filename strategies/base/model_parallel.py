@@ -89,7 +89,7 @@ class ModelParallel(nn.Module):
                 module._apply(lambda tensor, device=device: fn(tensor).to(device))
         return self
 
-    def gathering(self) -> list[str]:
+    def gathering_layers(self) -> list[str]:
         """Return the names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
         layers = {name: self.get_submodule(name) for name in batch_norms(self)}
         return [name for name, layer in layers.items() if type(layer) not in PLAIN]

@@ -41,8 +41,7 @@ def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None
         expected = f"at least {len(rank_of)} modules, one for each stage"
         raise BadInput("strategy", "pipeline", f"{expected}; {name} gives {len(modules)}")
     if sizes is not None and sum(sizes) != len(modules):
-        expected = f"numbers that add up to {len(modules)}, the modules that {name} gives"
-        raise BadInput("balance", sizes, expected)
+        raise BadInput("balance", sizes, f"numbers that add up to {len(modules)}, the modules that {name} gives")
     groups = stages.group_modules(modules, sizes or stages.sizes_by_parameters(modules, rank_of))
     stages.check(module, groups)
     return groups

@@ -118,8 +118,7 @@ class PipelineStrategy(SharedReplica, Exact):
             expected = f"one for {count} micro-batches and {ranks} ranks"
             raise BadInput("schedule", self.schedule, f"{expected}: {error}") from None
         if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
-            expected = f"{self.assignment.num_stages} numbers, one for each stage"
-            raise BadInput("balance", self.balance, expected)
+            raise BadInput("balance", self.balance, f"{self.assignment.num_stages} numbers, one for each stage")
 
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
