@@ -34,14 +34,14 @@ class AveragesGradients(DataParallel):
         known = self._averaged or set()
         return {p for p in self._module.parameters() if p.requires_grad or p in known}
 
-    def _unknown(self) -> list[str]:
+    def _find_unaveraged(self) -> list[str]:
         """Return the names of the parameters that require a gradient which is not averaged."""
         known, parameters = self._averaged, self._module.named_parameters()
         return [] if known is None else [name for name, p in parameters if p.requires_grad and p not in known]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Average unfrozen parameters from now on; frozen ones stay known, as they may be trained again."""
-        if self._unknown():
+        if self._find_unaveraged():
             self._average_unfrozen(batch_idx)
 
     def _average_unfrozen(self, batch_idx: int) -> None:
@@ -50,7 +50,7 @@ class AveragesGradients(DataParallel):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that no parameter was unfrozen since the batch started: its gradient would not be averaged."""
-        if unknown := self._unknown():
+        if unknown := self._find_unaveraged():
             expected = "it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
             raise BadInput("", f"parameter {unknown[0]}", expected)
         super().pre_backward(closure_loss)

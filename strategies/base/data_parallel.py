@@ -155,10 +155,8 @@ class DataParallel(DeferredOptimizers):
             raise BadInput("process_group_backend", "nccl", "gloo, as there are no GPUs in use")
         environment = self.cluster_environment
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
-            expected = (
-                f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
-            )
-            raise BadInput("devices", self.num_processes, expected)
+            devices = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes"
+            raise BadInput("devices", self.num_processes, f"{devices}, as {started} ranks were started")
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""

@@ -136,7 +136,7 @@ class PipelineRunner:
         messages: list[tuple[Any, Tensor]] = []  # with their buffers
         for stage, modules in self.local_stages.items():
             for number, piece in enumerate(step.microbatches):
-                x = self._inputs(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
+                x = self._receive_inputs(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
                 with step.record(stage, number, "forward"), piece.context():
                     y = apply_modules(modules, x)
                 step.after_forward(stage, number)
@@ -145,7 +145,7 @@ class PipelineRunner:
                     step.outputs[number] = tree_map_only(Tensor, Tensor.detach, y)
                     continue
                 tensors = stage_tensors(y, modules[-1], piece.rows)
-                packing = self._packing(stage + 1, tensors, layouts)
+                packing = self._make_packing(stage + 1, tensors, layouts)
                 if self.rank_of[stage + 1] == self.rank:
                     kept[number] = tensors
                 else:
@@ -155,8 +155,8 @@ class PipelineRunner:
             work.wait()
         return layouts
 
-    def _packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
-        """Return a packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
+    def _make_packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
+        """Make a packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
         if stage not in layouts:
             layouts[stage] = [Layout.of(t) for t in tensors]
             if (target := self.rank_of[stage]) != self.rank:
@@ -165,8 +165,10 @@ class PipelineRunner:
         packing.check(tensors)
         return packing
 
-    def _inputs(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Return the tensors of the previous stage, kept on this rank or received."""
+    def _receive_inputs(
+        self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...]:
+        """Take the tensors of the previous stage, kept on this rank or received."""
         source = self.rank_of[stage - 1]
         if stage not in layouts:
             header: list[Any] = [None]
@@ -217,7 +219,7 @@ class PipelineRunner:
 
     def train(self, step: PipelineStep) -> Any:
         """Send micro-batches forward and backward; returns the last stage's outputs, on all ranks."""
-        schedule, form, _ = self._schedule(step)
+        schedule, form, _ = self._prepare_schedule(step)
         torch_logger = logging.getLogger("torch.distributed.pipelining.schedules")
         before, torch_logger.disabled = torch_logger.disabled, True  # it prints the whole schedule if a stage fails
         self.step = step
@@ -231,7 +233,7 @@ class PipelineRunner:
             return self.broadcast_output(step, form)[0]
         return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), form)
 
-    def _schedule(self, step: PipelineStep) -> LocalSchedule:
+    def _prepare_schedule(self, step: PipelineStep) -> LocalSchedule:
         """Return the schedule for the step's inputs, the latest last in `_schedules`."""
         shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
         trained = tuple(p.requires_grad for stage in self.modules for m in stage for p in m.parameters())

@@ -48,7 +48,7 @@ class PipelineSteps(PlainSteps):
         """Return the loss of the batch; its backward adds the gradients that the schedule has computed."""
         forward, parameters = self.strategy.forward, self.strategy.trainable_by_stage
         with set_aside(lambda: _merge(parameters())):
-            with forward.answering(partial(self._train_batch, batch)):
+            with forward.answer_with(partial(self._train_batch, batch)):
                 output = Strategy.training_step(self.strategy, batch, *args, **kwargs)
             gradients = {p: p.grad for p in _merge(parameters()).values()}
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -108,7 +108,7 @@ class PipelinedShards(ShardedTraining):
         for shard in shards:
             shard_output = _rows_of(output, shard, shards)
             tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), shard_output)
-            with self._isolate(shard, is_mine=bool(mine)), self.forward.answering(partial(_answer, shard_output)):
+            with self._isolate(shard, is_mine=bool(mine)), self.forward.answer_with(partial(_answer, shard_output)):
                 logger.step(shard.batch, *args, **kwargs)
 
     def _forward_and_backward(
@@ -137,7 +137,7 @@ class PipelinedShards(ShardedTraining):
 
         def row(number: int, shard: Shard) -> Tensor:
             answer = partial(_answer, _rows_of(output, shard, shards))
-            with self._isolate(shard), self.forward.answering(answer), self._step_context():
+            with self._isolate(shard), self.forward.answer_with(answer), self._step_context():
                 loss = logger.step(shard.batch, *args, **kwargs)
             self.forward.check_loss(loss)
             return row_of(loss, logger, taken[number])
@@ -150,7 +150,7 @@ class PipelinedShards(ShardedTraining):
 
     def microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
         """Return a shard as a micro-batch; runs its step up to the call of `forward`, to see the inputs."""
-        with self._isolate(shard), self._step_context(), self.forward.answering(None) as call:
+        with self._isolate(shard), self._step_context(), self.forward.answer_with(None) as call:
             logger.step(shard.batch, *args, **kwargs)
         self.forward.check_rows(call.inputs, shard.rows)
 
