@@ -136,7 +136,7 @@ class PipelineRunner:
         messages: list[tuple[Any, Tensor]] = []  # with their buffers
         for stage, modules in self.local_stages.items():
             for number, piece in enumerate(step.microbatches):
-                x = self._receive_inputs(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
+                x = self._receive(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
                 with step.record(stage, number, "forward"), piece.context():
                     y = apply_modules(modules, x)
                 step.after_forward(stage, number)
@@ -165,9 +165,7 @@ class PipelineRunner:
         packing.check(tensors)
         return packing
 
-    def _receive_inputs(
-        self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, ...]:
+    def _receive(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Take the tensors of the previous stage, kept on this rank or received."""
         source = self.rank_of[stage - 1]
         if stage not in layouts:
