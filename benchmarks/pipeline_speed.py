@@ -36,7 +36,7 @@ from lab.studies.meters import Stamps
 from lab.studies.pipeline import Noise, Task
 from lit_modules import nets
 from strategies import PipelineStrategy
-from strategies.base.stages import grouped, sizes_by_cost
+from strategies.base.stages import group_modules, sizes_by_cost
 from strategies.pipeline.cutting import seconds as layer_seconds
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
@@ -98,7 +98,7 @@ class Setting:
         def seconds() -> float:
             environment.keep_memory()
             rank, batch = dist.get_rank(), self.loader(self.batch, 1).batch
-            layers = nn.Sequential(*grouped(self.layers, self.sizes)[rank])
+            layers = nn.Sequential(*group_modules(self.layers, self.sizes)[rank])
             optimizer = SGD(layers.parameters(), lr=0.001)
             stage = PipelineStage(layers, rank, 2, common.CPU)
             schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)

@@ -34,7 +34,7 @@ from lab.studies.isolation import IDLE, default_devices, one_thread
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from lab.studies.pipeline.cases import TUTORIALS_CUT
 from lit_modules import nets
-from strategies.base.stages import grouped
+from strategies.base.stages import group_modules
 from strategies.pipeline import Schedule
 
 TWO = ("cuda:0", "cuda:1")  # devices of one process
@@ -69,7 +69,9 @@ def module(layers: list[nn.Module], case: Case) -> Task:
     layers = copy.deepcopy(layers)
     if case.kind == "inside":
         balance = case.cut and case.cut.balance
-        stages = [nn.Sequential(*group) for group in grouped(layers, balance)] if isinstance(balance, list) else layers
+        stages = layers
+        if isinstance(balance, list):
+            stages = [nn.Sequential(*group) for group in group_modules(layers, balance)]
         size = None if case.num_microbatches == 1 else case.size
         return Task([strategies.ModelParallel(stages, TWO, size)])
     return Task(layers, case.num_microbatches if case.kind == "one" else 1)

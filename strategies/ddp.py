@@ -1,4 +1,4 @@
-"""The whole model on every rank, with averaged gradients: by DistributedDataParallel, or by a strategy's own code."""
+"""The whole model on every rank, with averaged gradients: by DistributedDataParallel, or by the code of a strategy."""
 
 import inspect
 import warnings
@@ -30,27 +30,27 @@ class AveragesGradients(DataParallel):
     _averaged: set[nn.Parameter] | None = None
 
     def _ever_trained(self) -> set[nn.Parameter]:
-        """The parameters that require a gradient or have required one in this fit."""
+        """Return the parameters that require a gradient or have required one in this fit."""
         known = self._averaged or set()
         return {p for p in self._module.parameters() if p.requires_grad or p in known}
 
-    def _unknown(self) -> list[str]:
-        """Names of the parameters that require a gradient which is not averaged."""
+    def _find_unaveraged(self) -> list[str]:
+        """Return the names of the parameters that require a gradient which is not averaged."""
         known, parameters = self._averaged, self._module.named_parameters()
         return [] if known is None else [name for name, p in parameters if p.requires_grad and p not in known]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Average unfrozen parameters from now on; frozen ones stay known, as they may be trained again."""
-        if self._unknown():
-            self._average_more(batch_idx)
+        if self._find_unaveraged():
+            self._average_unfrozen(batch_idx)
 
-    def _average_more(self, batch_idx: int) -> None:
+    def _average_unfrozen(self, batch_idx: int) -> None:
         """Average the gradients of all of `_ever_trained` from this batch on."""
         raise NotImplementedError
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that no parameter was unfrozen since the batch started: its gradient would not be averaged."""
-        if unknown := self._unknown():
+        if unknown := self._find_unaveraged():
             expected = "it to be unfrozen in on_train_batch_start or earlier, as its gradient is not averaged"
             raise BadInput("", f"parameter {unknown[0]}", expected)
         super().pre_backward(closure_loss)
@@ -65,7 +65,7 @@ class Replicated(AveragesGradients):
         find_unused_parameters: look in each step for parameters that the loss does not depend on.
         static_graph: the same parameters are used at every step, which saves some work.
         gradient_as_bucket_view: keep gradients in the buffers they are sent from, which saves their memory once.
-        bucket_cap_mb: MiB of gradients that are sent together; torch's choice when not given.
+        bucket_cap_mb: MiB of gradients that are sent together; None: torch's choice.
         ddp_comm_state: the state that the hook gets.
         ddp_comm_hook: communicates a bucket of gradients.
         ddp_comm_wrapper: wraps the hook.
@@ -109,7 +109,7 @@ class Replicated(AveragesGradients):
         super().configure_ddp()
         self._averaged = {p for p in self._module.parameters() if p.requires_grad}
 
-    def _average_more(self, batch_idx: int) -> None:
+    def _average_unfrozen(self, batch_idx: int) -> None:
         """Wrap the module again, without a broadcast: replicas are equal, or differ on purpose as in LocalSGD."""
         options, flags = self._ddp_kwargs, {p: p.requires_grad for p in self._ever_trained()}
         if options["find_unused_parameters"] and batch_idx % self._trainer.accumulate_grad_batches:
@@ -162,7 +162,7 @@ class Replicated(AveragesGradients):
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
 
     def _bound_device(self) -> torch.device | None:
-        """None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""
+        """Return None for a rank with several devices: bound to one of them NCCL refuses tensors of another."""
         return super()._bound_device() if self._split_devices is None else None
 
     def model_to_device(self) -> None:
@@ -174,8 +174,8 @@ class Replicated(AveragesGradients):
         super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        for split in self._splits if self.world_size > 1 else []:
-            if split.split_size is not None and (layers := split.gathering()):
+        for split in self._splits:
+            if self.world_size > 1 and split.split_size is not None and (layers := split.gathering_layers()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
                 raise BadInput("split_size", split.split_size, f"None, {why}")
         if self._split_devices is None:
@@ -184,10 +184,11 @@ class Replicated(AveragesGradients):
 
     def on_train_start(self) -> None:
         """Move optimizer states, which Lightning has loaded to one device, to their parameters' devices."""
-        for optimizer in self.optimizers if self._split_devices else []:
+        if self._split_devices is None:
+            return
+        for optimizer in self.optimizers:
             for p, state in optimizer.state.items():
-                moved = {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
-                state.update(moved)
+                state |= {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
 
     def teardown(self) -> None:
         """Release the devices."""
@@ -207,4 +208,4 @@ class DDP(Exact, Replicated):
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.exact is not None and self._ddp_comm_hook is not None:
-            raise BadInput("exact", self.exact, "no ddp_comm_hook, as gradients are added as whole numbers")
+            raise self._fault("no ddp_comm_hook, as gradients are added as whole numbers")

@@ -87,8 +87,8 @@ class FSDP(SharedReplica):
         self._sharding: Sharding | None = None
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise BadInput with what was expected where torch's error speaks of its own parts."""
+    def _explain_errors(self) -> Iterator[None]:
+        """Raise BadInput with what was expected in place of torch's error about its shards."""
         try:
             yield
         except RuntimeError as error:
@@ -97,17 +97,17 @@ class FSDP(SharedReplica):
                 raise
             raise BadInput("", f"strategy {type(self).__name__}: {type(self._module).__name__}", expected) from error
 
-    def _sharded(self) -> list[FSDPModule]:
+    def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients, and free parameters that were kept whole for that."""
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self._explained():
+        with self._explain_errors():
             self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         if not self.reshard_after_forward:
-            for module in self._sharded():
+            for module in self._sharded_modules():
                 module.reshard()
         loss = self.precision_plugin.post_backward(loss, self._module)
         self.post_backward(loss)
@@ -115,7 +115,7 @@ class FSDP(SharedReplica):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the shards."""
-        with self._explained():
+        with self._explain_errors():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @property
@@ -155,8 +155,8 @@ class FSDP(SharedReplica):
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput if a replica has several ranks, which can't compute this module together."""
         super().check_module(module)
-        if self._tensor_size > 1 and (wanted := tensor_parallel.wanted(module, self._tensor_size)):
-            raise BadInput("mesh", self.mesh, wanted)
+        if self.mesh is not None and self._tensor_size > 1:
+            tensor_parallel.check(module, self.mesh, self._tensor_size)
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh."""
@@ -184,11 +184,11 @@ class FSDP(SharedReplica):
             self._sharding = Sharding(self._module, self._shard, self._cut)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
-        for module in self._sharded():
+        for module in self._sharded_modules():
             module.set_reshard_after_backward(self.reshard_after_forward, recurse=False)
 
     def _make_mesh(self) -> DeviceMesh:
-        """The ranks that shard a parameter, and those that compute a replica with this one."""
+        """Return the ranks that shard a parameter, and keep those that compute a replica with this one."""
         if self._tensor_size == 1:
             return init_device_mesh(self.root_device.type, (self.world_size,))
         mesh = self.mesh
@@ -221,23 +221,23 @@ class FSDP(SharedReplica):
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
         if isinstance(module, NormBase):  # its averages are not rounded, and torch wants weights of their type
             return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        own = next(module.parameters()).dtype
-        output = None if is_layer else own  # full precision for losses
-        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype or own, output_dtype=output)
+        dtype = next(module.parameters()).dtype
+        output = None if is_layer else dtype  # full precision for losses
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype or dtype, output_dtype=output)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging inside the block."""
-        for module in self._sharded():
+        for module in self._sharded_modules():
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in self._sharded():
+            for module in self._sharded_modules():
                 module.set_requires_gradient_sync(True, recurse=False)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
-        """The norm of all gradients, () float64; None if there are none; collective."""
+        """Return the norm of all gradients, () float64; None if there are none; collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         gradients = [cast("DTensor", p.grad) for p in parameters if p.grad is not None]
         for gradient in gradients:
@@ -249,27 +249,27 @@ class FSDP(SharedReplica):
         return total.sqrt() if gradients else None
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all ranks; torch's own adds up no gradients of which only some are cut."""
+        """Clip by the norm over all ranks; torch adds up no gradients of which only some are cut."""
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if (total := self.gradient_norm(parameters)) is not None:
             nn.utils.clip_grads_with_norm_(parameters, clip_val, total.to(parameters[0].dtype), foreach=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, on rank zero; collective."""
+        """Return the module's state, on rank zero; collective."""
         orders, keep = self._orders_by_name(), self.is_global_zero
         state = self._module.state_dict()
-        found = {key: checkpoints.collected(value, keep, orders.get(key)) for key, value in state.items()}
-        return found if keep else {}
+        full = {key: checkpoints.gather_tree(value, keep, orders.get(key)) for key, value in state.items()}
+        return full if keep else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state that any strategy has saved."""
-        orders, own = self._orders_by_name(), self._module.state_dict()
-        given = checkpoint["state_dict"].items()
-        state = {key: checkpoints.sharded(value, own.get(key), orders.get(key)) for key, value in given}
+        orders, local = self._orders_by_name(), self._module.state_dict()
+        full = checkpoint["state_dict"].items()
+        state = {key: checkpoints.shard_like(value, local.get(key), orders.get(key)) for key, value in full}
         self._module.load_state_dict(state, strict=strict)
 
     def _orders_by_name(self) -> dict[str, Tensor]:
-        """Of each parameter that is cut in another order than one device's, that order."""
+        """Return the rows' order of each parameter that is cut in another order than one device's."""
         orders = self._orders()
         return {key: orders[p] for key, p in self._module.named_parameters() if p in orders}
 
@@ -278,11 +278,11 @@ class FSDP(SharedReplica):
         return {p: order for layer, order in pairs if order is not None for p in layer.parameters(recurse=False)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, on rank zero; collective."""
+        """Return the optimizer's state, on rank zero; collective."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state, orders, keep = optimizer.state_dict(), self._orders(), self.is_global_zero
-        own = dict(enumerate(parameters_of(optimizer)))
-        states = {n: checkpoints.collected(of, keep, orders.get(own[n])) for n, of in state["state"].items()}
+        parameters = parameters_of(optimizer)
+        states = {i: checkpoints.gather_tree(x, keep, orders.get(parameters[i])) for i, x in state["state"].items()}
         return {**state, "state": states} if keep else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -290,10 +290,10 @@ class FSDP(SharedReplica):
         orders: dict[Any, Tensor] = self._orders()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
-            own = dict(zip(numbers, parameters_of(optimizer), strict=False))  # torch refuses another length
+            parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))  # torch refuses another length
             states = {
-                n: {key: checkpoints.sharded(x, p := own.get(n), orders.get(p)) for key, x in of.items()}
-                for n, of in state["state"].items()
+                n: {key: checkpoints.shard_like(x, p := parameters.get(n), orders.get(p)) for key, x in values.items()}
+                for n, values in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": states})
 

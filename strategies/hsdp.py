@@ -24,8 +24,7 @@ class HSDP(FSDP):
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.shard_size < 1 or self._num_ranks % self.shard_size:
-            expected = f"a number that divides the {self._num_ranks} devices"
-            raise BadInput("shard_size", self.shard_size, expected)
+            raise BadInput("shard_size", self.shard_size, f"a number that divides the {self._num_ranks} devices")
 
     def _make_mesh(self) -> DeviceMesh:
         shape = self.world_size // self.shard_size, self.shard_size

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from apprentice.errors import BadInput
-from strategies.base.checkpoints import whole
+from strategies.base.checkpoints import gather_tensor
 from strategies.base.private import module_state_mapping
 from strategies.tensor_parallel import order
 
@@ -22,19 +22,24 @@ Place = tuple[nn.Module, str]  # a module, and the name of its buffer or attribu
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules to shard: `module.sharded_modules()`, or else its children."""
+    """Yield the modules to shard: `module.sharded_modules()`, or else its children."""
     if hasattr(module, "sharded_modules"):
         yield from module.sharded_modules()  # type: ignore[operator]
     else:
         for child in module.children():
-            yield from (child,) if _is_called(child) else units(child)
+            if _is_called(child):
+                yield child
+            else:
+                yield from units(child)
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost members of each `nn.Sequential` and `nn.ModuleList` in a module."""
+    """Yield the outermost members of each `nn.Sequential` and `nn.ModuleList` in a module."""
     for child in module.children():
-        is_layer = isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child)
-        yield from (child,) if is_layer else layers(child)
+        if isinstance(module, nn.Sequential | nn.ModuleList) and _is_called(child):
+            yield child
+        else:
+            yield from layers(child)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -49,38 +54,37 @@ class Sharding:
     Before, `cut` may replace parameters of a module by this rank's part of them.
     """
 
-    def __init__(self, module: nn.Module, shard: Shard, cut: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(self, module: nn.Module, shard: Shard, cut: Callable[[nn.Module], None]) -> None:
         modules = list(module.modules())
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for m in modules:
             for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
                 self._places.setdefault(p, []).append((m, name))
         self._strides = {p: p.stride() for p in self._places}
-        found = [unit for unit in units(module) if next(unit.parameters(), None) is not None]
+        parts = [unit for unit in units(module) if next(unit.parameters(), None) is not None]
         self._owners = self._places
-        self._check(module, found)
+        self._check(module, parts)
         before = [(m, type(m), _contents(m)) for m in modules]  # not a dictionary, as the hashes of metrics change
-        if cut is not None:
-            for unit in found:
-                cut(unit)
+        for unit in parts:
+            cut(unit)
         self._owners = {getattr(*places[0]): places for places in self._places.values()}
-        for unit in found:
+        for unit in parts:
             self._shard(unit, shard)
         self._changes = [(m, kind, _contents(m) - contents) for m, kind, contents in before]
         for p, places in self._places.items():
             if isinstance(getattr(*places[0]), DTensor):
                 p.data = p.data.new_empty(0)
 
-    def _check(self, module: nn.Module, found: list[nn.Module]) -> None:
-        inside = {p for unit in found for p in unit.parameters()}
+    def _check(self, module: nn.Module, parts: list[nn.Module]) -> None:
+        inside = {p for unit in parts for p in unit.parameters()}
         for name, p in module.named_parameters():
             if p.requires_grad and p not in inside:
                 place = "inside a child that is called, or a module that `sharded_modules` names"
                 raise BadInput("", f"{name} can't be sharded", f"a trainable parameter {place}")
         names = {p: name for name, p in module.named_parameters()}
-        if scalars := [names[p] for unit in found for p in unit.parameters() if not p.dim()]:
+        if scalars := [names[p] for unit in parts for p in unit.parameters() if not p.dim()]:
             raise BadInput("", f"{scalars[0]} can't be sharded", "a tensor of one number, not a scalar")
-        for unit in found:
+        for unit in parts:
             for name, p in unit.named_parameters():
                 if self._is_shared(p, unit):
                     where = f"{name} of {type(unit).__name__}"
@@ -110,7 +114,7 @@ class Sharding:
         for p, places in self._places.items():
             shards = getattr(*places[0])
             if isinstance(shards, DTensor):
-                values = whole(shards, order(places[0][0]))
+                values = gather_tensor(shards, order(places[0][0]))
                 p.data = torch.empty_strided(values.shape, self._strides[p], dtype=values.dtype).copy_(values)
                 p.requires_grad_(shards.requires_grad)
                 for m, name in places:
@@ -127,7 +131,7 @@ class Sharding:
 
 
 def _contents(module: nn.Module) -> set[tuple[Any, ...]]:
-    """Names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
+    """Return the names of a module's attributes, and the keys of those that are dictionaries, such as its hooks."""
     keys = {(name, key) for name, value in vars(module).items() if isinstance(value, dict) for key in value}
     return keys | {(name,) for name in vars(module)}
 
@@ -165,14 +169,14 @@ class _StartOfForward:
 
     def __init__(self, layer: nn.Module) -> None:
         self._context, modules = copy_context(), [*layer.modules()]
-        self._buffers = _copied({(m, name): buffer for m in modules for name, buffer in m._buffers.items()})
+        self._buffers = _clone({(m, name): buffer for m in modules for name, buffer in m._buffers.items()})
         self._numbers = {(m, name): x for m in modules for name, x in vars(m).items() if isinstance(x, int | float)}
 
     def __enter__(self) -> None:
         with ExitStack() as undo:
             for variable, value in self._context.items():
                 undo.callback(variable.reset, variable.set(value))
-            for (module, name), buffer in _copied(self._buffers).items():
+            for (module, name), buffer in _clone(self._buffers).items():
                 undo.callback(module._buffers.update, {name: module._buffers[name]})
                 module._buffers[name] = buffer
             for (module, name), number in self._numbers.items():
@@ -184,6 +188,6 @@ class _StartOfForward:
         self._undo.close()
 
 
-def _copied(buffers: Mapping[Place, Tensor | None]) -> dict[Place, Tensor | None]:
+def _clone(buffers: Mapping[Place, Tensor | None]) -> dict[Place, Tensor | None]:
     copies = {buffer: buffer.clone() for buffer in buffers.values() if buffer is not None}  # some have several places
     return {place: None if buffer is None else copies[buffer] for place, buffer in buffers.items()}

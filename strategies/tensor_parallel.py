@@ -18,47 +18,49 @@ Plan = dict[str, ParallelStyle]  # by the path of a layer
 
 
 def sizes(mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> tuple[int, int]:
-    """Numbers of ranks along `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
+    """Return the sizes of `data` and `tensor`; one that a mapping leaves out follows from the number of ranks.
 
     Raises:
         BadInput: there are other dimensions, or the sizes don't fit the number of ranks.
     """
-    made = isinstance(mesh, DeviceMesh)
-    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False) if isinstance(mesh, DeviceMesh) else mesh)
-    named = [*found] == [DATA, TENSOR] if made else bool(found) and {*found} <= {DATA, TENSOR}
-    if named and min(found.values()) > 0:
-        data = found.get(DATA) or ranks // found[TENSOR]
-        tensor = found.get(TENSOR) or ranks // data
+    if isinstance(mesh, DeviceMesh):
+        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        has_names = [*shape] == [DATA, TENSOR]
+    else:
+        shape = dict(mesh)
+        has_names = bool(shape) and {*shape} <= {DATA, TENSOR}
+    if has_names and min(shape.values()) > 0:
+        data = shape.get(DATA) or ranks // shape[TENSOR]
+        tensor = shape.get(TENSOR) or ranks // data
         if data * tensor == ranks:
             return data, tensor
-    expected = f"{DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices"
-    raise BadInput("mesh", found, expected)
+    raise BadInput("mesh", shape, f"{DATA} and {TENSOR}, sizes whose product is {ranks}, the number of devices")
 
 
-def wanted(module: nn.Module, ranks: int) -> str:
-    """What would have to be so that so many ranks could compute the module's nets together; empty if they can."""
-    nets = list(_planned(module))
+def check(module: nn.Module, mesh: Mapping[str, int] | DeviceMesh, ranks: int) -> None:
+    """Raise BadInput for `mesh` where so many ranks can't compute the module's nets together."""
+    nets = list(_find_plans(module))
     partial: dict[tuple[nn.Module, bool], str] = {}
     if not nets:
-        names = dict.fromkeys(
-            type(child).__name__ for child in module.children() if any(True for _ in child.parameters())
-        )
-        return f"a net with tensor_parallel_plan(), such as GPT or ViT; there is {', '.join(names)}"
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        names = dict.fromkeys(type(child).__name__ for child in children)
+        expected = f"a net with tensor_parallel_plan(), such as GPT or ViT; there is {', '.join(names)}"
+        raise BadInput("mesh", mesh, expected)
     for name, net, plan in nets:
         for path, style in plan.items():
             rows, layer = _rows(net.get_submodule(path), style), f"{name}.{path}".strip(".")
             if rows % ranks:
-                return f"a size of {TENSOR} that divides {rows}, into which {layer} can be cut"
+                raise BadInput("mesh", mesh, f"a size of {TENSOR} that divides {rows}, into which {layer} can be cut")
         partial |= {(part, end): f"{name}.{path}".strip(".") for path, part, end in _partial(net, plan)}
     for layer in getattr(module, "read_layers", list)():
         if layer in partial:
-            return f"objectives that read whole layers, not {partial[layer]}, of which each rank has a part"
-    return ""
+            expected = f"objectives that read whole layers, not {partial[layer]}, of which each rank has a part"
+            raise BadInput("mesh", mesh, expected)
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> bool:
     """Leave this rank its part of the layers of all nets inside a module; whether there are such nets."""
-    nets = list(_planned(module))
+    nets = list(_find_plans(module))
     for _, net, plan in nets:
         for path, style in plan.items():
             layer = net.get_submodule(path)
@@ -68,50 +70,50 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> bool:
                 setattr(layer, ORDER, order)
                 for p in layer.parameters(recurse=False):
                     p.data = p.data[order.to(p.device)]
-            given = _Rows()
-            layer.register_forward_pre_hook(given.one_at_least)
+            padding = _EmptyBatches()
+            layer.register_forward_pre_hook(padding.add_row)
             parallelize_module(layer, mesh, style, src_data_rank=None)  # all ranks have the same weights
-            layer.register_forward_hook(given.as_many)
+            layer.register_forward_hook(padding.remove_row)
     return bool(nets)
 
 
 def order(layer: nn.Module) -> Tensor | None:
-    """(rows,) int64: which row of one device's weight each of this layer's rows is; None: they are in its order."""
+    """(rows,) int64: the row of one device's weight for each of this layer's rows; None: the same order."""
     return getattr(layer, ORDER, None)
 
 
-class _Rows:
-    """Gives a layer a row of zeros where a batch has none, which torch's sharded tensors can't be."""
+class _EmptyBatches:
+    """Adds a row of zeros to a layer's empty inputs, which torch can't shard, and removes its output."""
 
     def __init__(self) -> None:
         self._empty = False
 
-    def one_at_least(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def add_row(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._empty = not len(inputs[0])
         if not self._empty:
             return None
         return torch.cat([inputs[0], inputs[0].new_zeros(1, *inputs[0].shape[1:])]), *inputs[1:]
 
-    def as_many(self, _layer: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    def remove_row(self, _layer: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         return output[:0] if self._empty else output
 
 
-def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
-    """The name, net and plan of each net inside a module that has one; a plan's path may have patterns, as torch's."""
+def _find_plans(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
+    """Yield name, net and plan of each net in a module that has a plan; expands the patterns in a plan's paths."""
     for name, net in module.named_modules():
         if not hasattr(net, "tensor_parallel_plan"):
             continue
         paths = [path.split(".") for path, _ in net.named_modules()]
-        found: Plan = {}
+        plan: Plan = {}
         for pattern, style in net.tensor_parallel_plan().items():
             parts = pattern.split(".")
-            same = [path for path in paths if len(path) == len(parts) and all(map(fnmatchcase, path, parts))]
-            found |= {".".join(path): style for path in same}
-        yield name, net, found
+            matches = [path for path in paths if len(path) == len(parts) and all(map(fnmatchcase, path, parts))]
+            plan |= {".".join(path): style for path in matches}
+        yield name, net, plan
 
 
 def _rows(layer: nn.Module, style: ParallelStyle) -> int:
-    """Into how many parts a layer can be cut."""
+    """Return the number of parts into which a layer can be cut."""
     joined: tuple[int, int] | None = getattr(layer, "joined", None)
     if joined:
         return joined[1]
@@ -121,7 +123,7 @@ def _rows(layer: nn.Module, style: ParallelStyle) -> int:
 
 
 def _partial(net: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules of whose output, or input where that is true, a rank has a part: those between two that are cut."""
+    """Yield the modules between two cut ones: a rank has a part of their output, or of their input where true."""
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in plan):
         inside = False
         for name, child in net.get_submodule(parent).named_children():

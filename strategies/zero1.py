@@ -34,7 +34,7 @@ class ZeRO1(DDP):
         self._drop_state()
 
     def _others(self) -> list[nn.Parameter]:
-        """Other ranks' parameters. New ones, such as a callback's, are assigned first, each to the smallest share."""
+        """Return other ranks' parameters, after assigning new ones, such as a callback's, to the smallest shares."""
         known = {p for share in self._shares for p in share}
         loads = [sum(p.numel() for p in share) for share in self._shares]
         new = [p for p in parameters_of(*self.optimizers) if p not in known]
@@ -64,9 +64,9 @@ class ZeRO1(DDP):
         return loss
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank zero the whole state, in the layout of one device; collective."""
+        """Return the whole state, in the layout of one device, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return state if self.world_size == 1 else checkpoints.gathered(state, self.is_global_zero)
+        return state if self.world_size == 1 else checkpoints.gather_states(state, self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole state and keep this rank's share."""

@@ -33,12 +33,12 @@ class Buckets:
         """Replace each gradient by its mean over the ranks; None counts as zeros where another rank has a gradient."""
         if (world_size := dist.get_world_size()) == 1:
             return
-        sent = []
+        messages = []
         for bucket in self.buckets:  # one is filled while others are sent
             # Divided before the sum, as DDP does: a sum of 16-bit floats may overflow.
             vector = pack({p: p.grad for p in bucket}).div_(world_size)
-            sent.append((bucket, vector, dist.all_reduce(vector, async_op=True)))
-        for bucket, vector, work in sent:
+            messages.append((bucket, vector, dist.all_reduce(vector, async_op=True)))
+        for bucket, vector, work in messages:
             assert work is not None
             work.wait()
             for p, mean in unpack(vector, bucket).items():
@@ -72,9 +72,9 @@ class AllReduce(AveragesGradients):
         """Start with rank zero's weights."""
         sync_module_states(self._module)
         self._averaged = None
-        self._average_more()
+        self._average_unfrozen()
 
-    def _average_more(self, batch_idx: int = 0) -> None:
+    def _average_unfrozen(self, batch_idx: int = 0) -> None:
         self._averaged = self._ever_trained()
         self._buckets = Buckets((p for p in self._module.parameters() if p in self._averaged), self.bucket_cap_mb)
 

@@ -41,13 +41,13 @@ class LocalSGD(Replicated):
         if warmup_steps < 0:
             raise BadInput("warmup_steps", warmup_steps, "0 or more")
         self.period, self.warmup_steps = period, warmup_steps
-        self._own: list[Tensor] = []
+        self._local_parameters: list[Tensor] = []  # while the module has the average
 
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> None:
-        """None: a rank's own gradients, which are never averaged, are no gradients of the global batch."""
+        """Return None: gradients are never averaged, and a rank's are not those of the global batch."""
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p in (self._averaged or ())]
@@ -80,25 +80,25 @@ class LocalSGD(Replicated):
             self._load_average()
 
     def _load_average(self) -> None:
-        self._own = [p.detach().clone() for p in self._parameters()]
+        self._local_parameters = [p.detach().clone() for p in self._parameters()]
         self._average()
 
     @torch.no_grad()
     def on_validation_end(self) -> None:
-        """Restore this rank's own parameters."""
-        for p, own in zip(self._parameters(), self._own, strict=False):
-            p.copy_(own)
-        self._own = []
+        """Restore this rank's parameters."""
+        for p, values in zip(self._parameters(), self._local_parameters, strict=False):
+            p.copy_(values)
+        self._local_parameters = []
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with averaged parameters; collective."""
+        """Return the module's state with averaged parameters; collective."""
         self._load_average()
         state = deepcopy(super().lightning_module_state_dict())
         self.on_validation_end()
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state with averaged moments; collective."""
+        """Return the optimizer's state with averaged moments; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         for moments in state["state"].values():
             for key, x in moments.items():

@@ -50,7 +50,7 @@ class ParamServer(RPCStrategy):
     batch, so schedules, clipping and uneven shares keep their meaning.
 
     With `update` each, the server steps with each worker's gradient as it arrives, and that worker goes on with the
-    parameters after its own step (as in torch's tutorial, after Recht et al. 2011, "Hogwild!"). In a round the gradient
+    parameters after its step (as in torch's tutorial, after Recht et al. 2011, "Hogwild!"). In a round the gradient
     of each worker is used once, in the order of arrival, which moves the numbers. All ranks have the server's
     parameters in evaluation and at the end.
 
@@ -138,7 +138,7 @@ class ParamServer(RPCStrategy):
         self._pushes.clear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
+        """Return the loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:
@@ -163,9 +163,12 @@ class ParamServer(RPCStrategy):
         """Gather from the ranks, in training from the workers; the server gets the values."""
         if not self._is_of_workers(group):
             return super().all_gather(tensor, group, sync_grads)
-        gathered = None if self._serves else super().all_gather(tensor, self._workers, sync_grads)
-        values: Any = self.broadcast(None if gathered is None else gathered.detach().cpu())  # pickled with its device
-        return values.to(self.root_device) if gathered is None else gathered
+        if self._serves:
+            values: Any = self.broadcast(None)
+            return values.to(self.root_device)
+        values = super().all_gather(tensor, self._workers, sync_grads)
+        self.broadcast(values.detach().cpu())  # pickled with its device
+        return values
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Push gradients to the server, step there, and receive parameters."""
@@ -173,15 +176,16 @@ class ParamServer(RPCStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         if self._queue and self.update == "each":
-            return self._each(optimizer, closure, partial(super().optimizer_step, optimizer, model=model, **kwargs))
+            step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+            return self._step_each(optimizer, closure, step)
 
-        def exchanged() -> Any:
+        def exchange() -> Any:
             loss = closure()
             self._collect(optimizer) if self._queue else self._push(optimizer)
             return loss
 
         # A worker's optimizer finds no gradients: its step only counts for the schedulers.
-        result = super().optimizer_step(optimizer, exchanged, model, **kwargs)
+        result = super().optimizer_step(optimizer, exchange, model, **kwargs)
         self._steps += 1
         if self._queue:
             parameters = flatten(parameters_of(optimizer)).cpu()
@@ -191,25 +195,25 @@ class ParamServer(RPCStrategy):
             self._receive(optimizer, self.max_staleness)
         return result
 
-    def _each(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
-        """A step with each worker's gradient, in the order in which they arrive."""
+    def _step_each(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """Step once with the gradient of each worker, in the order in which they arrive."""
         assert self._queue is not None
         loss, parameters, result = closure(), parameters_of(optimizer), None
-        here, left = self._pushes.pop(self._steps, {}), set(range(self.server))
+        arrived, left = self._pushes.pop(self._steps, {}), set(range(self.server))
         while left:
-            while not here:
+            while not arrived:
                 push, reply = self._queue.get(sorted(left))
-                (here if push.step == self._steps else self._pushes[push.step])[push.rank] = push, reply
-            push, reply = here.pop(next(iter(here)))
+                (arrived if push.step == self._steps else self._pushes[push.step])[push.rank] = push, reply
+            push, reply = arrived.pop(next(iter(arrived)))
             left.remove(push.rank)
             self.staleness[self._updates - self._seen[push.rank]] += 1
 
-            def arrived(gradients: Tensor = push.gradients) -> Any:
+            def load_gradients(gradients: Tensor = push.gradients) -> Any:
                 for p, gradient in unpack(gradients, parameters).items():
                     p.grad = gradient
                 return loss
 
-            result = step(arrived)
+            result = step(load_gradients)
             self._updates += 1
             self._seen[push.rank] = self._updates
             reply.set_result(flatten(parameters).cpu())
@@ -228,11 +232,11 @@ class ParamServer(RPCStrategy):
     def _collect(self, optimizer: Optimizer) -> None:
         """Average the workers' gradients, added in the order of the ranks."""
         assert self._queue is not None
-        here = self._pushes[self._steps]
-        while missing := set(range(self.server)) - here.keys():
+        arrived = self._pushes[self._steps]
+        while missing := set(range(self.server)) - arrived.keys():
             push, reply = self._queue.get(sorted(missing))
             self._pushes[push.step][push.rank] = push, reply  # a fast worker's next step comes early
-        pushes = [here[rank][0] for rank in range(self.server)]
+        pushes = [arrived[rank][0] for rank in range(self.server)]
         for push in pushes:
             lacking = push.step - push.version
             assert 0 <= lacking <= self.max_staleness, f"rank {push.rank} lacked {lacking} steps"
@@ -272,9 +276,9 @@ class ParamServer(RPCStrategy):
         self.staleness = self.broadcast(self.staleness, self.server)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The server's state, on rank zero; collective."""
+        """Return the server's state, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return checkpoints.gathered(state, self.is_global_zero) if self.server else state
+        return checkpoints.gather_states(state, self.is_global_zero) if self.server else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state on the server."""

@@ -70,7 +70,7 @@ class RPCStrategy(DataParallel):
                 dist.register_rendezvous_handler(SCHEME, _process_groups_store)
             options = rpc.TensorPipeRpcBackendOptions(init_method=f"{SCHEME}://", rpc_timeout=self._timeout_seconds)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use of one
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's use of one
                 rank, count = self.global_rank, self._num_ranks
                 rpc.init_rpc(f"rank{rank}", rank=rank, world_size=count, rpc_backend_options=options)
             atexit.register(_stop_at_exit)
@@ -84,7 +84,7 @@ class RPCStrategy(DataParallel):
         self._catch_up()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The newest state; collective."""
+        """Return the newest state; collective."""
         self._catch_up()
         return super().lightning_module_state_dict()
 
@@ -107,7 +107,7 @@ class RPCStrategy(DataParallel):
 
 
 def _process_groups_store(*_args: Any, **_options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """A rendezvous at the store that the ranks share: another address might be taken, or lead to dead ranks."""
+    """Yield a rendezvous at the store that the ranks share: another address might be taken, or lead to dead ranks."""
     yield dist.PrefixStore("rpc", default_store()), dist.get_rank(), dist.get_world_size()
 
 
@@ -128,12 +128,12 @@ _receiver: list[Any] = []  # this process's, if any: a remote call reaches a pro
 
 
 def receiver() -> Any:
-    """The object in this process for which remote calls are."""
+    """Return the object in this process that remote calls are for."""
     return _receiver[0]
 
 
 def wait(future: Any, rank: int) -> Any:
-    """The result of a call to a rank; RuntimeError if it has gone or is too late. Signal handlers run meanwhile."""
+    """Return the result of a call to a rank, while signal handlers run; RuntimeError if it has gone or is too late."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     done.wait()
@@ -194,7 +194,7 @@ class Worker(CallQueue):
         self.optimizer = optimizer
 
     def forward(self, *inputs: Tensor) -> tuple[Any, str]:
-        """The module's output for some rows, on the CPU, and ""; or None and the error."""
+        """Return the module's output for some rows, on the CPU, and ""; or None and the error."""
         try:
             output = self.put(("forward", inputs)).wait()
         except Exception as error:  # noqa: BLE001 - it is raised on both sides, here by the main thread
@@ -203,12 +203,12 @@ class Worker(CallQueue):
         return tree_map_only(Tensor, lambda x: (x if x.numel() else x.clone()).cpu(), output), ""
 
     def parameters(self) -> list[Any]:
-        """Remote references to the trained parameters."""
+        """Return remote references to the trained parameters."""
         return [rpc.RRef(p) for p in (parameters_of(self.optimizer) if self.optimizer else [])]
 
     @staticmethod
     def call(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
-        """A future of a method's result, called on a remote reference's owner.
+        """Return a future of a method's result, called on a remote reference's owner.
 
         `worker.rpc_async()` would first ask for the worker's type, and make the first call outside the thread whose
         distributed autograd context records it: its gradients are silently lost (torch 2.15).
@@ -227,7 +227,7 @@ class Worker(CallQueue):
 
 
 class LocalOptimizer:
-    """The optimizer class for DistributedOptimizer: it steps the worker's own, with its groups and learning rates."""
+    """Steps the worker's optimizer for DistributedOptimizer, with its groups and learning rates."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None: ...
 
@@ -242,7 +242,7 @@ def _call_local(worker: Any, method: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def load_distributed_optimizer() -> Any:
-    """The class of torch: imported late, as that is slow, and without hints and warnings about torch's own parts."""
+    """Import torch's class, late, as that is slow, and without hints and warnings about torch's parts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import DistributedOptimizer

@@ -57,7 +57,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
 
     Raises:
         BadInput: an option's value can't be used, alone or with the module; there is no RPC; manual optimization, a
-            backward of the module's own, a loss scale (16-mixed) or LBFGS.
+            backward that the module overrides, a loss scale (16-mixed) or LBFGS.
     """
 
     rpc_name = "rpc_hybrid"
@@ -90,11 +90,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         return [1, *self.devices_per_worker]
 
     @property
-    def splits(self) -> bool:
-        """Whether a worker has several devices."""
-        return self.devices_per_worker != 1 and max(self._counts) > 1
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """One replica, so that every rank's loader yields whole batches."""
         return {"num_replicas": 1, "rank": 0}
@@ -104,26 +99,26 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().setup_environment()
         if self.num_workers:
             self._worker_group: Any = dist.new_group(list(range(1, self.num_workers + 1)))
-            self._own_group, _ = dist.new_subgroups(1)
-            replicas.set_group(self._own_group)
+            self._local_group, _ = dist.new_subgroups(1)
+            replicas.set_group(self._local_group)
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
             raise BadInput("strategy", self.rpc_name, f"Lightning's backward of {type(module).__name__}")
-        if self.splits:
-            self._cut(module, max(self._counts))
+        if (count := max(self._counts)) > 1:
+            self._cut(module, count)
 
     def _cut(self, module: LightningModule, count: int) -> list[list[nn.Module]]:
-        """The modules of each stage, with about as many parameters each; BadInput where that can't be."""
+        """Cut the module into stages with about as many parameters each; BadInput where that can't be."""
         name = type(module).__name__
         if not callable(getattr(module, "pipeline_stages", None)):
             raise BadInput("devices_per_worker", count, f"a module with pipeline_stages; {name} has none")
         modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
         if len(modules) < count:
             raise BadInput("devices_per_worker", count, f"at most the {len(modules)} stages of {name}")
-        groups = stages.grouped(modules, stages.sizes_by_parameters(modules, range(count)))
+        groups = stages.group_modules(modules, stages.sizes_by_parameters(modules, range(count)))
         stages.check(module, groups)
         return groups
 
@@ -136,7 +131,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             return
         self._read_whole_batches(trainer)
         self._noise = RankRandomState(self.global_rank)
-        self._set_metrics_group(self._own_group)
+        self._set_metrics_group(self._local_group)
         if plain := [name for name in stages.batch_norms(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
         super().setup(trainer)
@@ -153,13 +148,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         super().model_to_device()
         module = self._module
         if self.num_workers:
-            own = self._counts[self.global_rank]
-            if own > 1 and not self.is_global_zero:
+            count = self._counts[self.global_rank]
+            if count > 1 and not self.is_global_zero:
                 assert self.parallel_devices is not None
                 gpus, first = torch.cuda.device_count(), self.global_rank - self.local_rank
                 counts = self._counts[first : first + len(self.parallel_devices)]
                 devices = devices_of(self.local_rank, counts, self.parallel_devices, gpus)
-                self._stages = list(zip(devices, self._cut(module, own), strict=True))
+                self._stages = list(zip(devices, self._cut(module, count), strict=True))
                 for device, group in self._stages:
                     for part in group:
                         part.to(device)
@@ -186,16 +181,16 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                     if not self._stages:
                         return type(self._module).forward(self._module, *x)
                     for device, group in self._stages:
-                        x = stages.chained(group, tree_map_only(Tensor, methodcaller("to", device), x))
+                        x = stages.apply_modules(group, tree_map_only(Tensor, methodcaller("to", device), x))
                     return x
             finally:
-                replicas.set_group(self._own_group)
+                replicas.set_group(self._local_group)
 
         self._worker.serve("forward", compute)
         return tree_map_only(Tensor, lambda x: x.to(self.root_device), self.broadcast(None))
 
     def _forward_on_workers(self, pieces: list[tuple[Tensor, ...]]) -> Any:
-        """The workers' outputs for these pieces, joined."""
+        """Compute these pieces on the workers, and join their outputs."""
         pairs = zip(self._workers, pieces, strict=True)
         calls = [Worker.call(worker, Worker.forward, *(x.cpu() for x in piece)) for worker, piece in pairs]
         outputs = []
@@ -207,7 +202,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         return tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *outputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
+        """Return the loss of the batch, on the master with the workers' autograd graphs; `forward` has to be called."""
         if not self.num_workers:
             return super().training_step(*args, **kwargs)
         if self.is_global_zero:
@@ -238,7 +233,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         if not self.num_workers:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-        def with_sum() -> Any:
+        def sum_gradients() -> Any:
             loss = closure()
             parameters = parameters_of(optimizer)
             total = pack({p: p.grad for p in parameters}).to(self.root_device)
@@ -247,8 +242,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 p.grad = gradient
             return loss
 
-        loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_sum)
-        # Hooks and clipping have changed them; DistributedOptimizer replaces them by what autograd has found.
+        loss = self.precision_plugin._wrap_closure(self._module, optimizer, sum_gradients)
+        # Hooks and clipping have changed them; DistributedOptimizer replaces them by autograd's.
         gradients = [(p, p.grad) for p in parameters_of(optimizer)]
         self.barrier()
 
@@ -264,7 +259,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                     parameters = [p for rank, future in enumerate(calls, 1) for p in wait(future, rank)]
                     self._distributed = load_distributed_optimizer()(LocalOptimizer, parameters)
                 self._distributed.step(self._context)
-            step()  # the master's own: DistributedOptimizer waits in this thread for the workers
+            step()  # the master's: DistributedOptimizer waits in this thread for the workers
         else:
             self._worker.serve("step", step)
         return loss

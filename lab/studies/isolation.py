@@ -99,7 +99,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
 
         def call(_rank: int) -> None:
             torch.set_num_threads(threads)
-            with failures.sent(file):
+            with failures.send_errors(file):
                 function()
 
         process = start_processes(call, nprocs=1, join=False, start_method="fork")

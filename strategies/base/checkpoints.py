@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from apprentice.private import tree_map_only
 
 
-def whole(shards: DTensor, order: Tensor | None = None) -> Tensor:
-    """The whole of a sharded tensor, whose row i is row `order[i]` of the result; collective."""
+def gather_tensor(shards: DTensor, order: Tensor | None = None) -> Tensor:
+    """Gather a sharded tensor; its row i becomes row `order[i]` of the result; collective."""
     with torch.no_grad():
-        found = cast("DTensor", shards.to(shards.device_mesh.device_type))  # offloaded shards are on the CPU
-        gathers = [place for place in found.placements if not place.is_replicate()]
-        values = _joined(found) if len(gathers) > 1 else found.full_tensor()
+        on_device = cast("DTensor", shards.to(shards.device_mesh.device_type))  # offloaded shards are on the CPU
+        is_cut = [not placement.is_replicate() for placement in on_device.placements]
+        values = _gather_twice(on_device) if sum(is_cut) > 1 else on_device.full_tensor()
         return values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
 
 
-def _joined(shards: DTensor) -> Tensor:
-    """The whole of a tensor that is cut along the second dimension of a mesh, each part sharded along the first."""
+def _gather_twice(shards: DTensor) -> Tensor:
+    """Gather a tensor that is cut along the second dimension of a mesh, with each part sharded along the first."""
     data, cut = (shards.device_mesh[name] for name in shards.device_mesh.mesh_dim_names or ())
     place = cast("Shard", shards.placements[1])
     shape = torch.Size(n // cut.size() if i == place.dim else n for i, n in enumerate(shards.shape))
@@ -31,8 +31,8 @@ def _joined(shards: DTensor) -> Tensor:
     return DTensor.from_local(part.full_tensor(), cut, [place], run_check=False).full_tensor()
 
 
-def sharded(value: Any, like: Any, order: Tensor | None = None) -> Any:
-    """A whole tensor, sharded like another one, of which row i is row `order[i]`; anything else stays as it is."""
+def shard_like(value: Any, like: Any, order: Tensor | None = None) -> Any:
+    """Shard a whole tensor like another one, whose row i is row `order[i]` of it; return anything else as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     value = value.detach() if order is None else value.detach()[order.to(value.device)]
@@ -40,21 +40,21 @@ def sharded(value: Any, like: Any, order: Tensor | None = None) -> Any:
     return distribute_tensor(value.contiguous(), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def collected(state: Any, keep: bool, order: Tensor | None = None) -> Any:
-    """A tree with its sharded tensors whole, on the CPU; without rows on ranks that do not `keep` it; collective."""
-    # A rank that does not keep it holds one whole tensor at a time.
-    return tree_map_only(DTensor, lambda x: whole(x, order).cpu() if keep else whole(x)[:0], state)
+def gather_tree(tree: Any, keep: bool, order: Tensor | None = None) -> Any:
+    """Gather a tree's sharded tensors on the CPU, without rows on ranks that do not `keep` them; collective."""
+    # A rank that does not keep them holds one whole tensor at a time.
+    return tree_map_only(DTensor, lambda x: gather_tensor(x, order).cpu() if keep else gather_tensor(x)[:0], tree)
 
 
-def gathered(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """An optimizer's whole `state_dict()`, where each rank of a group has the states of some parameters; collective.
+def gather_states(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Gather an optimizer's `state_dict()` from a group whose ranks have the states of some parameters; collective.
 
     Only the group's first rank can `keep` it; the others get an empty one.
     """
     if not dist.is_initialized():  # in the process that has forked the ranks, and has the whole
         return state if keep else {}
-    own = move_data_to_device(state["state"], torch.device("cpu"))
+    local_states = move_data_to_device(state["state"], torch.device("cpu"))
     parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(own, parts, group=group, group_dst=0)
-    whole = {index: values for part in parts or [] for index, values in sorted(part.items())}
-    return {**state, "state": dict(sorted(whole.items()))} if keep else {}
+    dist.gather_object(local_states, parts, group=group, group_dst=0)
+    states = {index: values for part in parts or [] for index, values in part.items()}
+    return {**state, "state": dict(sorted(states.items()))} if keep else {}

@@ -47,10 +47,10 @@ class DataParallel(DeferredOptimizers):
         start_method: "fork", "spawn", "popen" (sub-processes), or "auto": fork on CPU, sub-processes otherwise. Where a
             launcher has started the ranks already (torchrun, SLURM, MPI), none is started.
         timeout: seconds a rank may keep the others waiting, at the start too, or a timedelta; None: half an hour.
-        process_group_backend: gloo, nccl or another of torch's; when not given, the one that fits the devices.
+        process_group_backend: gloo, nccl or another of torch's; None: the one that fits the devices.
         init_method: where ranks meet: tcp://HOST:PORT, an address of rank 0's; file:///PATH, a file that all can write;
-            env://, or not given: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
-        accelerator: as DDPStrategy's, and so are the others; the Trainer gives what is not given here.
+            env:// or None: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
+        accelerator: as DDPStrategy's, and so are the others; the Trainer sets those that are None.
         parallel_devices: one for each rank of this node.
         cluster_environment: who has started the ranks, and where they meet.
         checkpoint_io: how checkpoints are written.
@@ -85,14 +85,14 @@ class DataParallel(DeferredOptimizers):
         if process_group_backend is not None:
             check_backend(process_group_backend)
         rendezvous.check_init_method(init_method)
-        given = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(*given, timeout=limit, process_group_backend=process_group_backend)
+        from_trainer = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(*from_trainer, timeout=limit, process_group_backend=process_group_backend)
         self.start_method, self.init_method = start_method, init_method
         self._socket: socket.socket | None = None  # of rank 0's store, bound before ranks are started here
 
-    def _refuse(self, arguments: Collection[str], *own: str) -> None:
-        """Raise TypeError for any of `arguments`; with `own`, which the class sets itself, only for those."""
-        for name in own or arguments:
+    def _refuse(self, arguments: Collection[str], *names: str) -> None:
+        """Raise TypeError for any of `arguments`, or only for these names, which the class sets itself."""
+        for name in names or arguments:
             if name in arguments:
                 raise TypeError(f"{type(self).__name__}(...) got an unexpected argument {name!r}")
 
@@ -119,6 +119,10 @@ class DataParallel(DeferredOptimizers):
     def exact(self) -> int | None:
         """The number of shards of a batch, if it is cut."""
         return None
+
+    def _fault(self, expected: str, step: str = "training_step") -> BadInput:
+        """Return the error of a step that can't be trained so; it names `exact`, where a batch is cut."""
+        return BadInput("exact", self.exact, expected) if self.exact else BadInput("", step, expected)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -151,8 +155,8 @@ class DataParallel(DeferredOptimizers):
             raise BadInput("process_group_backend", "nccl", "gloo, as there are no GPUs in use")
         environment = self.cluster_environment
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
-            wanted = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes, as {started} ranks were started"
-            raise BadInput("devices", self.num_processes, wanted)
+            devices = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes"
+            raise BadInput("devices", self.num_processes, f"{devices}, as {started} ranks were started")
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
@@ -165,8 +169,9 @@ class DataParallel(DeferredOptimizers):
 
     def _refuse_callbacks(self, trainer: Trainer, kinds: tuple[type[Callback], ...], expected: str) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if found := [callback for callback in callbacks if isinstance(callback, kinds)]:
-            raise BadInput("callbacks", type(found[0]).__name__, expected)
+        for callback in callbacks:
+            if isinstance(callback, kinds):
+                raise BadInput("callbacks", type(callback).__name__, expected)
 
     def bind(self) -> None:
         """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
@@ -221,7 +226,7 @@ class DataParallel(DeferredOptimizers):
         return rendezvous.rendezvous(None, address, *ranks, seconds, bound)
 
     def _bound_device(self) -> torch.device | None:
-        """The only device of this rank, which NCCL need not find out then."""
+        """Return the only device of this rank, which NCCL need not find out then."""
         return self.root_device if self.root_device.type != "cpu" else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -255,13 +260,14 @@ class DataParallel(DeferredOptimizers):
 
     def _broadcast_buffers(self, rank: int = 0) -> None:
         """Set all ranks' buffers, such as a plain BatchNorm's statistics, to one rank's."""
-        for buffer in self._module.buffers() if dist.is_initialized() else []:
-            dist.broadcast(buffer, rank)
+        if dist.is_initialized():
+            for buffer in self._module.buffers():
+                dist.broadcast(buffer, rank)
 
     def saves_alone(self, trainer: Trainer) -> bool:
         """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
-        here = self.is_global_zero and (self._saves_alone or self.world_size == 1)
-        return here and trainer.state.fn == TrainerFn.FITTING and failures.may_save(trainer)
+        has_state = self.is_global_zero and (self._saves_alone or self.world_size == 1)
+        return has_state and trainer.state.fn == TrainerFn.FITTING and failures.may_save(trainer)
 
     def prepare_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
         """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all."""
@@ -303,9 +309,9 @@ class DataParallel(DeferredOptimizers):
         except (TimeoutError, ConnectionError, ValueError, SystemExit):
             self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
-                trainer = self.lightning_module._trainer
-                for logger in trainer.loggers if trainer is not None else []:
-                    logger.finalize("failed")
+                if (trainer := self.lightning_module._trainer) is not None:
+                    for logger in trainer.loggers:
+                        logger.finalize("failed")
                 self.teardown()
             raise
 

@@ -45,7 +45,7 @@ def leave() -> None:
 
 
 def send(error: BaseException, file: Path) -> None:
-    """Pickle a rank's error for the process that forked it, which else gets its traceback alone, as text."""
+    """Pickle a rank's error for the process that forked it; without that, it gets the traceback as text."""
     if isinstance(error, BadInput):  # its value may be a function, or a mesh
         error = BadInput(error.argument, str(error.value), error.expected)
     with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
@@ -53,8 +53,8 @@ def send(error: BaseException, file: Path) -> None:
 
 
 @contextlib.contextmanager
-def sent(file: Path) -> Iterator[None]:
-    """Pickle the error that the block raises, for the process that forked this one."""
+def send_errors(file: Path) -> Iterator[None]:
+    """Send the error that the block raises: see `send`."""
     try:
         yield
     except Exception as error:
@@ -72,7 +72,7 @@ def receive(file: Path) -> BaseException | None:
 
 @dataclass
 class Hooks:
-    """What Lightning calls when a fit has failed, set aside from a Trainer until `restore`."""
+    """Sets aside what Lightning calls when a fit has failed, until `restore`."""
 
     trainer: Any
     callbacks: list[Any]

@@ -38,7 +38,7 @@ class DeferredOptimizers(DDPStrategy):
 
     create_optimizers: Callable[[], None] | None = None  # sets both, and is called when somebody asks for one of them
 
-    def _created(self) -> None:
+    def _create_pending(self) -> None:
         create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
         try:
             if create is not None:
@@ -50,7 +50,7 @@ class DeferredOptimizers(DDPStrategy):
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those of the current fit or of the last one."""
-        self._created()
+        self._create_pending()
         return self._optimizers
 
     @optimizers.setter
@@ -61,7 +61,7 @@ class DeferredOptimizers(DDPStrategy):
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """Those of the current fit or of the last one."""
-        self._created()
+        self._create_pending()
         return self._lr_scheduler_configs
 
     @lr_scheduler_configs.setter
@@ -86,8 +86,8 @@ def builds_layers(module: LightningModule) -> bool:
     return any(is_overridden(hook, module, LightningModule) for hook in ("configure_model", "setup"))
 
 
-def collected(trainer: Any) -> State:
-    """The Trainer's state; collective, and whole on rank zero."""
+def collect(trainer: Any) -> State:
+    """Collect the Trainer's state, whole on rank zero; collective."""
     connector, module, data = trainer._checkpoint_connector, trainer.lightning_module, trainer.datamodule
     state: State = {
         "loops": connector._get_loops_state_dict(),
@@ -124,7 +124,8 @@ def restore(trainer: Any, state: State, data: LightningDataModule | None) -> Non
     loops: list[Loop] = [getattr(trainer, name) for name in LOOPS]
     for name, loop in zip(LOOPS, loops, strict=True):
         loop.load_state_dict(state["loops"][name])
-    for loop in loops:  # and those inside, which are added meanwhile: this is no restart
+    while loops:  # and those inside: this is no restart
+        loop = loops.pop()
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
         loops += [x for x in vars(loop).values() if isinstance(x, Loop)]
     _restore_callbacks(trainer, state)
@@ -208,22 +209,22 @@ def _restore_weights(trainer: Any, state: State) -> None:
 
 
 def _load_weights(module: LightningModule, weights: State) -> list[str]:
-    """Load weights, and return the names that the module lacks even after its own loading hooks."""
+    """Load weights, and return the names that the module lacks even after its loading hooks."""
     module.load_state_dict(weights, strict=False)
-    here = module.state_dict()
-    return [key for key in weights if key not in here]
+    names = module.state_dict().keys()
+    return [name for name in weights if name not in names]
 
 
 def _restore_callbacks(trainer: Any, state: State) -> None:
     trainer._callback_connector._attach_model_callbacks()
     for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):  # with another folder than its own it would load nothing
+        if isinstance(callback, ModelCheckpoint):  # with another folder it would load nothing
             saved = state["callbacks"][callback.state_key]
             callback.dirpath, callback.current_score = saved["dirpath"], saved["current_score"]
     call._call_callbacks_load_state_dict(trainer, state)
-    for finder, found in zip(_learning_rate_finders(trainer), state["learning_rates"], strict=True):
-        finder.optimal_lr = found
-        rate = found.suggestion() if found is not None and finder._update_attr else None
+    for finder, search in zip(_learning_rate_finders(trainer), state["learning_rates"], strict=True):
+        finder.optimal_lr = search
+        rate = search.suggestion() if search is not None and finder._update_attr else None
         if rate is not None:
             module = trainer.lightning_module
             lightning_setattr(module, name_of_lr(module, finder._attr_name), rate)
@@ -238,7 +239,7 @@ def _loggers(trainer: Any, *kinds: type[Any]) -> list[tuple[int, Any]]:
 
 
 def _picklable(writer: ExperimentWriter | None) -> ExperimentWriter | None:
-    """A writer without hyperparameters that can't be pickled: the next launch logs the module's again."""
+    """Return a writer without hyperparameters that can't be pickled: the next launch logs the module's again."""
     if not isinstance(writer, ExperimentWriter):  # none, or that of a rank that writes nothing
         return None
     writer = copy(writer)

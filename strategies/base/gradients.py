@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ NORM = "trainer.strategy.gradient_norm(parameters) in place of grad_norm"
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
-    """The parameters that the optimizers step, in their order."""
+    """Return the parameters that the optimizers step, in their order."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -29,7 +29,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector with these tensors' shapes."""
+    """Return views of a vector with these tensors' shapes."""
     pieces = vector.split([x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
@@ -51,14 +51,14 @@ def pack(gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
 
 @torch.no_grad()
 def unpack(vector: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
-    """The gradients in a packed vector, or in a sum of several: None where no rank had one."""
+    """Return the gradients in a packed vector, or in a sum of several: None where no rank had one."""
     *gradients, present = unflatten(vector, [*parameters, vector[: len(parameters)]])
     pairs = zip(parameters, gradients, present.tolist(), strict=True)
     return {p: gradient.to(p) if count else None for p, gradient, count in pairs}
 
 
-def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
-    """Gradients averaged over the replicas; None counts as zeros where another replica has a gradient."""
+def average(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
+    """Average gradients over the replicas; None counts as zeros where another replica has a gradient."""
     if replicas.count() == 1 or not gradients:
         return dict(gradients)
     return unpack(replicas.all_reduce_sum_(pack(gradients)) / replicas.count(), list(gradients))
@@ -66,12 +66,11 @@ def averaged(gradients: Mapping[nn.Parameter, Tensor | None]) -> dict[nn.Paramet
 
 def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """(ranks, *x.shape): `x` of every rank of a group; the gradient of each is the sum over the ranks."""
-    gathered: Tensor = _Gather.apply(x, group)
-    return gathered
+    return cast("Tensor", _Gather.apply(x, group))
 
 
 class _Gather(torch.autograd.Function):
-    """torch's own takes the ranks of its backward for those of the world, whatever the group."""
+    """Replaces torch's, whose backward takes a group's ranks for those of the world."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -88,12 +87,12 @@ class _Gather(torch.autograd.Function):
 
 
 @contextmanager
-def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
-    """Clear the trained parameters' gradients inside; restore those of earlier batches afterwards.
+def set_aside(trainable: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
+    """Clear the trainable parameters' gradients inside; restore those of earlier batches afterwards.
 
     BadInput: a parameter has a hook, or other parameters are trained at the end.
     """
-    parameters = trained()
+    parameters = trainable()
     if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
         expected = "parameters without hooks, which would be called for every piece of a batch"
         raise BadInput("", "training_step", f"{expected}; {hooked[0]} has one")
@@ -105,20 +104,19 @@ def set_aside(trained: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[Non
     finally:
         for p, grad in before:
             p.grad = grad
-    after = trained()
+    after = trainable()
     if changed := [name for name in {**parameters, **after} if parameters.get(name) is not after.get(name)]:
         expected = "a training_step that freezes, unfreezes and replaces no parameter, as a hook may"
         raise BadInput("", "training_step", f"{expected}; it does so with {changed[0]}")
 
 
-def handed_over(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
-    """A loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
+def attach_gradients(loss: Tensor, gradients: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
+    """Return a loss whose backward adds these gradients, so that Lightning's accumulation, clipping and hooks work."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a rank may have no parameters
-    with_gradients: Tensor = _GivenGradients.apply(loss, list(gradients.values()), anchor, *gradients)
-    return with_gradients
+    return cast("Tensor", _AttachedGradients.apply(loss, list(gradients.values()), anchor, *gradients))
 
 
-class _GivenGradients(torch.autograd.Function):
+class _AttachedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *_parameters: Tensor) -> Tensor:
         ctx.gradients = gradients

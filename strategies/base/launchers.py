@@ -104,7 +104,7 @@ class ForkLauncher(MultiProcessingLauncher):
         args[0]._signal_connector._sigterm_notifier_fn = lambda *_: self._handle_sigterm(args[0])
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)
-        with failures.sent(self._error_file(process_idx)):
+        with failures.send_errors(self._error_file(process_idx)):
             self._run_rank(process_idx, *args, **kwargs)
 
     def _run_rank(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ class ForkLauncher(MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if trainer.should_stop:
             missing_ranks.leave_stopped()
-        state = fit_state.collected(trainer)
+        state = fit_state.collect(trainer)
         if self._strategy.local_rank:
             return None
         try:

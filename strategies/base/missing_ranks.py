@@ -60,7 +60,7 @@ def _raise_for_stopped(stopped: list[int]) -> None:
 
 
 def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
-    """The values of the ranks that come here within so many seconds, by rank; None if the store does not answer."""
+    """Return the values of the ranks that call this within so many seconds; None if the store does not answer."""
     result: list[dict[int, str]] = []
 
     def ask() -> None:
@@ -69,8 +69,8 @@ def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
             store.set(f"{key}/{dist.get_rank()}", value)
             while len(responses) < dist.get_world_size() and time.monotonic() < deadline:
                 absent = [rank for rank in range(dist.get_world_size()) if rank not in responses]
-                here = [rank for rank in absent if store.check([f"{key}/{rank}"])]
-                responses |= {rank: store.get(f"{key}/{rank}").decode() for rank in here}
+                arrived = [rank for rank in absent if store.check([f"{key}/{rank}"])]
+                responses |= {rank: store.get(f"{key}/{rank}").decode() for rank in arrived}
                 time.sleep(0.05)
             result.append(dict(sorted(responses.items())))
 

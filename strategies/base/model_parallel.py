@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from strategies.base.stages import batch_norms, chained, grouped, sizes_by_parameters
+from strategies.base.stages import apply_modules, batch_norms, group_modules, sizes_by_parameters
 
 PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 
@@ -22,14 +22,14 @@ class ModelParallel(nn.Module):
     that GPU (`Trainer(devices=[1])` for "cuda:0" and "cuda:1"). `strategies.DDP` moves batches there, and
     `Trainer(devices=...)` counts processes: each takes as many GPUs as the module has stages.
 
-    The state dict is that of `nn.Sequential(*stages)` on any devices. The stages are the given modules, not copies.
+    The state dict is that of `nn.Sequential(*stages)` on any devices. It holds the modules themselves, not copies.
 
     Args:
         stages: the modules; a tuple as input becomes several arguments.
         devices: of the stages; `to` and `cpu` don't move them. Fewer devices than stages take several stages each, with
-            about as many parameters on each device. When not given, all stages go where the module goes; under
+            about as many parameters on each device. None: all stages go where the module goes; under
             `strategies.DDP` process r of a node puts its n stages on the GPUs n r, n r + 1, ...
-        split_size: rows of a micro-batch, so that all devices compute at the same time. When not given, the batch stays
+        split_size: rows of a micro-batch, so that all devices compute at the same time. None: the batch stays
             whole, and one device computes at a time.
     """
 
@@ -65,8 +65,8 @@ class ModelParallel(nn.Module):
             number = numbers[int(name.partition(".")[0])]
             first, key = owners.setdefault(tensor, (number, name))
             if first != number:
-                found = f"{key} of stage {first} is {name} of stage {number}"
-                raise BadInput("", "stages", f"that a weight belongs to one stage; {found}")
+                places = f"{key} of stage {first} is {name} of stage {number}"
+                raise BadInput("", "stages", f"that a weight belongs to one stage; {places}")
         self.devices = None if devices is None else [torch.device(device) for device in devices]
         self._apply(lambda tensor: tensor)
 
@@ -76,7 +76,7 @@ class ModelParallel(nn.Module):
         return len(self._sizes)
 
     def _stages(self) -> list[nn.Module]:
-        """The modules now: others may replace some, such as SyncBatchNorm's conversion."""
+        """Return the modules now: others may replace some, such as SyncBatchNorm's conversion."""
         return [module for module in self._modules.values() if module is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModelParallel":
@@ -84,22 +84,22 @@ class ModelParallel(nn.Module):
         if self.devices is None:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no hints
             return self
-        for device, group in zip(self.devices, grouped(self._stages(), self._sizes), strict=True):
+        for device, group in zip(self.devices, group_modules(self._stages(), self._sizes), strict=True):
             for module in group:
                 module._apply(lambda tensor, device=device: fn(tensor).to(device))
         return self
 
-    def gathering(self) -> list[str]:
-        """Names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
+    def gathering_layers(self) -> list[str]:
+        """Return the names of the layers that compute over all ranks: BatchNorm other than torch's plain one."""
         layers = {name: self.get_submodule(name) for name in batch_norms(self)}
         return [name for name, layer in layers.items() if type(layer) not in PLAIN]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
+        """Return the last stage's output, on the last device; each stage returns a tensor or a tuple of tensors."""
         if self.split_size is None:
             x: Any = inputs
             for stage in range(self.num_stages):
-                x = self._computed(stage, x)
+                x = self._compute(stage, x)
             return x
         # One empty span for an empty batch, which a rank can have.
         rows = len(inputs[0])
@@ -108,14 +108,14 @@ class ModelParallel(nn.Module):
         pieces: list[Any] = [tuple(x[start:stop] for x in inputs) for start, stop in spans]
         for split, stage in in_turn(len(pieces), self.num_stages):
             with noises[split]():
-                pieces[split] = self._computed(stage, pieces[split])
-        return _joined(pieces, spans)
+                pieces[split] = self._compute(stage, pieces[split])
+        return _join(pieces, spans)
 
-    def _computed(self, stage: int, x: Any) -> Any:
+    def _compute(self, stage: int, x: Any) -> Any:
         if self.devices is not None:
             device = self.devices[stage]
             x = tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
-        x = chained(grouped(self._stages(), self._sizes)[stage], x)
+        x = apply_modules(group_modules(self._stages(), self._sizes)[stage], x)
         wrong = [type(t).__name__ for t in (x if type(x) is tuple else (x,)) if not isinstance(t, Tensor)]
         if wrong:
             raise BadInput("", f"stage {stage}", f"a tensor or a tuple of tensors as its output, got {wrong[0]}")
@@ -135,25 +135,23 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
 
 
 def devices_of(process: int, counts: Sequence[int], devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
-    """The devices of a node's process, one for each stage of its module; `counts` are those of the node's processes.
+    """Return the devices of a process, one for each stage of its module; `counts` are those of the node's processes.
 
     Lightning has chosen `devices`, one for each process; BadInput if there are too few `gpus`, or gaps.
     """
     if devices[0].type != "cuda":
         return [devices[process]] * counts[process]
-    if [device.index for device in devices] != list(range(len(devices))):
-        chosen = [device.index for device in devices]
-        each = "/".join(map(str, sorted({*counts})))
-        raise BadInput("devices", chosen, f"a number of processes, which take {each} GPUs each in order")
+    chosen, per_process = [device.index for device in devices], "/".join(map(str, sorted({*counts})))
+    if chosen != list(range(len(devices))):
+        raise BadInput("devices", chosen, f"a number of processes, which take {per_process} GPUs each in order")
     if sum(counts) > gpus:
-        each = "/".join(map(str, sorted({*counts})))
-        wanted = f"{sum(counts)} GPUs, {each} for the stages of each process"
-        raise BadInput("devices", len(devices), f"{wanted}; there are {gpus}")
+        expected = f"{sum(counts)} GPUs, {per_process} for the stages of each process"
+        raise BadInput("devices", len(devices), f"{expected}; there are {gpus}")
     first = sum(counts[:process])
     return [torch.device("cuda", first + stage) for stage in range(counts[process])]
 
 
-def _joined(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:
+def _join(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:
     for output, (start, stop) in zip(outputs, spans, strict=True):
         shapes = [tuple(x.shape) for x in (output if isinstance(output, tuple) else (output,))]
         if wrong := [shape for shape in shapes if shape[:1] != (stop - start,)]:

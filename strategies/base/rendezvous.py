@@ -45,7 +45,7 @@ def check_init_method(method: str | None) -> None:
 
 
 def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
-    """A listening socket on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
+    """Listen on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -68,17 +68,17 @@ def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
 
 def check_interface(host: str) -> None:
     """Raise ConnectionError where gloo, which listens where this host's name leads, can't be reached from `host`."""
-    own = _address(socket.gethostname())
-    if own.startswith("127.") and not _address(host).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+    local = _address(socket.gethostname())
+    if local.startswith("127.") and not _address(host).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         expected = "expected the network interface that leads to the other machines, such as eth0"
-        found = f"without it gloo uses {own}, the address of {socket.gethostname()}"
-        raise ConnectionError(f"GLOO_SOCKET_IFNAME: {expected}; {found}")
+        fault = f"without it gloo uses {local}, the address of {socket.gethostname()}"
+        raise ConnectionError(f"GLOO_SOCKET_IFNAME: {expected}; {fault}")
 
 
 def _address(host: str) -> str:
     try:
         return socket.gethostbyname(host)
-    except OSError:  # for its own name gloo takes the loopback interface, too
+    except OSError:  # for this host's name gloo takes the loopback interface, too
         return "127.0.0.1"
 
 
@@ -86,7 +86,7 @@ def rendezvous(
     method: str | None, address: tuple[str, int], rank: int, world_size: int, timeout: float,
     bound: socket.socket | None = None,
 ) -> dist.Store:  # fmt: skip
-    """The store that all ranks share, once all of them have come, in `timeout` seconds.
+    """Return the store that all ranks share, once all of them have come, in `timeout` seconds.
 
     The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimeoutError:
     rank 0 or another is missing; ConnectionError: the port or file can't be used, or a rank was started twice.
@@ -126,7 +126,7 @@ def _connect(
 
 
 def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
-    """Wait until rank 0 listens; torch's own client logs many lines meanwhile."""
+    """Wait until rank 0 listens; torch's client would log many lines meanwhile."""
     deadline, why = time.monotonic() + timeout, "nobody did"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -147,7 +147,7 @@ class _TokenExchange:
     timeout: float
 
     def lead(self) -> str:
-        """Rank 0's part: give the token to each request, until all ranks are here. Old requests have no reader."""
+        """Give the token to each request, until all ranks are here: rank 0's part. Old requests have no reader."""
         token, answered = secrets.token_hex(8), set[str]()
         missing = list(range(1, self.world_size))
         error: OSError | None = None
@@ -158,9 +158,9 @@ class _TokenExchange:
                 if request is not None and request not in answered:
                     answered.add(request)
                     self.store.set(f"answer/{request}", token)
-            here = {rank: int(self._get(f"here/{token}/{rank}") or 0) for rank in range(1, self.world_size)}
-            missing = [rank for rank, times in here.items() if not times]
-            if twice := [rank for rank, times in here.items() if times > 1]:
+            starts = {rank: int(self._get(f"here/{token}/{rank}") or 0) for rank in range(1, self.world_size)}
+            missing = [rank for rank, count in starts.items() if not count]
+            if twice := [rank for rank, count in starts.items() if count > 1]:
                 error = ConnectionError(self._twice(twice[0]))
             elif missing and time.monotonic() > self.deadline:
                 late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
@@ -173,7 +173,7 @@ class _TokenExchange:
         return token
 
     def follow(self) -> str:
-        """Another rank's part: ask for the token, count itself, and wait for all."""
+        """Ask for the token, count this rank, and wait for all: every other rank's part."""
         request = secrets.token_hex(8)
         while (token := self._get(f"answer/{request}")) is None:
             if self._get(f"request/{self.rank}") != request:

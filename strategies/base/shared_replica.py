@@ -61,15 +61,15 @@ class SharedReplica(DataParallel):
 
 def _predict_silently(loop: Any, predict: Callable[..., None], *args: Any) -> None:
     """Predict a batch without writing or keeping it, as another rank does."""
-    trainer, callbacks, wanted = loop.trainer, loop.trainer.callbacks, loop._return_predictions
+    trainer, callbacks, returns = loop.trainer, loop.trainer.callbacks, loop._return_predictions
     trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, BasePredictionWriter)]
     loop._return_predictions = False
     try:
         predict(*args)
     finally:
-        trainer.callbacks, loop._return_predictions = callbacks, wanted
+        trainer.callbacks, loop._return_predictions = callbacks, returns
 
 
 def _group(group: Any) -> Any:
-    """The replicas, unless a group is named; Lightning names the world where its user named none."""
+    """Return the replicas' group for None and for the world, which Lightning names where its user named none."""
     return replicas.group() if group is None or group is dist.group.WORLD else group

@@ -14,7 +14,7 @@ from apprentice.private import BatchNorm, tree_leaves
 from strategies.base.private import ModuleMode
 
 
-def chained(modules: Iterable[nn.Module], x: Any) -> Any:
+def apply_modules(modules: Iterable[nn.Module], x: Any) -> Any:
     """Apply the modules one after another; a tuple becomes several arguments."""
     for module in modules:
         x = module(*x) if isinstance(x, tuple) else module(x)
@@ -22,7 +22,7 @@ def chained(modules: Iterable[nn.Module], x: Any) -> Any:
 
 
 def sizes_by_cost(costs: Sequence[float], rank_of: Sequence[int]) -> list[int]:
-    """The number of modules in each stage, of which each belongs to a rank; no stage is empty.
+    """Return the number of modules in each stage; `rank_of` has each stage's rank. No stage is empty.
 
     The most expensive stage is as cheap as it can be. Where ranks have several stages, boundaries then move as long as
     a step of one or two of them makes the busiest rank less busy, or as busy with a cheaper most expensive stage.
@@ -39,19 +39,19 @@ def sizes_by_cost(costs: Sequence[float], rank_of: Sequence[int]) -> list[int]:
 
     def load(ends: Sequence[int]) -> tuple[float, float]:
         parts = [sums[end] - sums[begin] for begin, end in itertools.pairwise([0, *ends])]
-        ranks = [sum(part for part, own in zip(parts, rank_of, strict=True) if own == rank) for rank in {*rank_of}]
+        ranks = [sum(part for part, owner in zip(parts, rank_of, strict=True) if owner == rank) for rank in {*rank_of}]
         return max(ranks), max(parts)
 
     while len({*rank_of}) < len(rank_of):
-        lightest = min(_moved(ends), key=load, default=ends)
+        lightest = min(_neighbours(ends), key=load, default=ends)
         if load(lightest) >= load(ends):
             break
         ends = lightest
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
-def _moved(ends: Sequence[int]) -> Iterator[list[int]]:
-    """All that differ in where one or two stages end, by a module or two; the last end stays."""
+def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the ends of stages after one or two of them move by a module or two; the last end stays."""
     for first, second in itertools.combinations_with_replacement(range(len(ends) - 1), 2):
         for steps in itertools.product((-1, 0, 1), repeat=2):
             moved = [*ends]
@@ -62,30 +62,30 @@ def _moved(ends: Sequence[int]) -> Iterator[list[int]]:
 
 
 def sizes_by_parameters(modules: Sequence[nn.Module], rank_of: Sequence[int]) -> list[int]:
-    """The same, where the cost of a module is its number of parameters."""
+    """Call `sizes_by_cost` with each module's number of parameters as its cost."""
     return sizes_by_cost([sum(p.numel() for p in module.parameters()) for module in modules], rank_of)
 
 
-def grouped(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[list[nn.Module]]:
-    """The modules in groups of these sizes, in order."""
+def group_modules(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[list[nn.Module]]:
+    """Group the modules by these sizes, in order."""
     rest = iter(modules)
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
 def check(module: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
     """Raise BadInput for a trainable parameter in no stage, a tensor in two, or a module from elsewhere."""
-    names, own = {tensor: name for name, tensor in tensors(module)}, set(module.modules())
+    names, inner = {tensor: name for name, tensor in tensors(module)}, set(module.modules())
     expected = f"modules of {type(module).__name__} itself"
     owners: dict[Tensor, int] = {}
     for number, stage in enumerate(stages):
         for tensor in (tensor for part in stage for _, tensor in tensors(part)):
             if owners.setdefault(tensor, number) != number:
-                found = f"{names.get(tensor, 'one')} is in stages {owners[tensor]} and {number}"
-                raise BadInput("", "pipeline_stages", f"that a weight belongs to one stage; {found}")
+                places = f"{names.get(tensor, 'one')} is in stages {owners[tensor]} and {number}"
+                raise BadInput("", "pipeline_stages", f"that a weight belongs to one stage; {places}")
             if tensor not in names:
                 raise BadInput("", "pipeline_stages", f"{expected}; stage {number} has a weight from elsewhere")
         for noisy in (part.get_submodule(name) for part in stage for name in keyed.find_unkeyed_layers(part)):
-            if noisy not in own:
+            if noisy not in inner:
                 raise BadInput("", "pipeline_stages", f"{expected}; a {type(noisy).__name__} is not")
     for tensor, name in names.items():
         if tensor.requires_grad and tensor not in owners:
@@ -104,31 +104,31 @@ def check_composition(module: LightningModule, stages: Sequence[Sequence[nn.Modu
     module.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng([]):
-            expected = module(*_copied(inputs, module.dtype))
+            expected = module(*_copy(inputs, module.dtype))
             first, *others = itertools.chain.from_iterable(stages)
             try:
-                found = chained(others, first(*_copied(inputs, module.dtype)))
+                output = apply_modules(others, first(*_copy(inputs, module.dtype)))
             except Exception as error:
                 raise BadInput("", method, f"{composed}; one refuses what it gets: {reason(error)}") from error
     finally:
         modes.restore(module)
-    leaves = [[x for x in tree_leaves(output) if isinstance(x, Tensor)] for output in (found, expected)]
+    leaves = [[x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (output, expected)]
     try:
         torch.testing.assert_close(*leaves, rtol=1e-3, atol=1e-3, equal_nan=True)
     except AssertionError:
         raise BadInput("", method, f"{composed}; outputs differ") from None
 
 
-def _copied(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
+def _copy(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
     return [x.to(dtype, copy=True) if x.is_floating_point() else x.clone() for x in inputs]
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers, whose output for a row depends on the rows that are computed with it."""
+    """Return the names of the BatchNorm layers, whose output for a row depends on the other rows."""
     return [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters and buffers with their names."""
+    """Yield a module's parameters and buffers with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()

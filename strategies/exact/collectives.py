@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torchmetrics import Metric
 
-from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 
 OF_STRATEGY = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
@@ -24,10 +23,10 @@ _step: ContextVar["_Step | None"] = ContextVar("step", default=None)
 
 
 class _Step(NamedTuple):
-    """A step of the module's in which collectives are refused."""
+    """A module's step, in which collectives are refused."""
 
     name: str
-    shards: int | None
+    strategy: DataParallel
 
 
 @contextmanager
@@ -36,11 +35,11 @@ def refuse_collectives(step: str, strategy: DataParallel) -> Iterator[None]:
 
     A metric's `forward` is allowed: it computes the value of its own rows.
     """
-    token = _step.set(_Step(step, strategy.exact))
+    token = _step.set(_Step(step, strategy))
     for name in OF_STRATEGY:
-        setattr(strategy, name, _checked(getattr(strategy, name), f"trainer.strategy.{name}"))
-    for owner, name, _, checked in _patches():
-        setattr(owner, name, checked)
+        setattr(strategy, name, _guard(getattr(strategy, name), f"trainer.strategy.{name}"))
+    for owner, name, _, guarded in _patches():
+        setattr(owner, name, guarded)
     try:
         yield
     finally:
@@ -65,29 +64,25 @@ def allow_collectives() -> Iterator[None]:
 def _patches() -> list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]]:
     """Owner, name, original and replacement of each function."""
     patches = [
-        (owner, name, original, _checked(getattr(owner, name), f"{label}.{name}"))
+        (owner, name, original, _guard(getattr(owner, name), f"{label}.{name}"))
         for label, owner in {"torch.distributed": dist, "ProcessGroup": dist.ProcessGroup}.items()
         for name, original in vars(owner).items()
         if COLLECTIVE.match(name) and callable(original)
     ]
-    return [*patches, (Metric, "sync_context", SYNC_CONTEXT, _checked_sync_context)]
+    return [*patches, (Metric, "sync_context", SYNC_CONTEXT, _guard_sync_context)]
 
 
-def _checked(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def checked(*args: Any, **kwargs: Any) -> Any:
+def _guard(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         if (step := _step.get()) is not None:
             why = "as ranks compute different numbers of shards and batches"
-            raise BadInput(
-                "exact" if step.shards else "",
-                step.shards or step.name,
-                f"a {step.name} without collectives, {why}; it calls {name}",
-            )
+            raise step.strategy._fault(f"a {step.name} without collectives, {why}; it calls {name}", step.name)
         return call(*args, **kwargs)
 
-    return checked
+    return guarded
 
 
-def _checked_sync_context(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+def _guard_sync_context(metric: Metric, *args: Any, **kwargs: Any) -> Any:
     syncs = kwargs.get("should_sync", True) or kwargs.get("should_unsync", True)  # `forward` asks for neither
-    call = _checked(SYNC_CONTEXT, f"{type(metric).__name__}.compute()") if syncs else SYNC_CONTEXT
+    call = _guard(SYNC_CONTEXT, f"{type(metric).__name__}.compute()") if syncs else SYNC_CONTEXT
     return call(metric, *args, **kwargs)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from apprentice import replicas
 from strategies.base.data_parallel import DataParallel
 from strategies.base.shared_replica import SYNCHRONISE
 from strategies.exact.collectives import refuse_collectives
-from strategies.exact.seeds import seeded
+from strategies.exact.seeds import seed_generators
 from strategies.exact.shard_logging import LogCall, capture_logs
 
 # An evaluation batch's number and what it logged, with the number of rows that each value stands for.
@@ -45,7 +46,7 @@ class RoundRobin:
         is_mine, self._count = self.is_mine(), self._count + 1
         if not is_mine:
             return None
-        with capture_logs(self.strategy._module) as calls, self.isolated(run.__name__):
+        with capture_logs(self.strategy._module) as calls, self.isolate(run.__name__):
             output = run(batch, *args, **kwargs)
         # Values go to the CPU, as they are sent to other ranks.
         on_cpu = [(c._replace(value=c.value if c.value is None else c.value.cpu()), _rows(batch, c)) for c in calls]
@@ -53,21 +54,23 @@ class RoundRobin:
         return output
 
     @contextmanager
-    def isolated(self, step: str) -> Iterator[None]:
+    def isolate(self, step: str) -> Iterator[None]:
         """Inside, random numbers depend on the epoch and the number of the batch; collectives are refused."""
         epoch = self.strategy._trainer.current_epoch
-        with seeded(self.strategy, epoch, self._count), refuse_collectives(step, self.strategy):
+        with seed_generators(self.strategy, epoch, self._count), refuse_collectives(step, self.strategy):
             yield
 
     def replace_loops(self, trainer: Trainer) -> ExitStack:
         """Log the same values on all ranks, and predict each batch on one, until the stack is closed."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
         undo = ExitStack()
-        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
         methods: list[tuple[Any, str, Callable[..., None]]] = [
-            (trainer.predict_loop, "_predict_step", self._predict_mine)
+            (trainer.predict_loop, "_predict_step", self._predict_mine),
+            (trainer.fit_loop.epoch_loop.val_loop, "_store_dataloader_outputs", self._log_all_batches),
+            (trainer.validate_loop, "_store_dataloader_outputs", self._log_all_batches),
+            (trainer.test_loop, "_store_dataloader_outputs", self._log_all_batches),
         ]
-        for loop, name, method in [*methods, *((x, "_store_dataloader_outputs", self._log_all_batches) for x in loops)]:
+        for loop, name, method in methods:
             setattr(loop, name, partial(method, loop, getattr(loop, name)))
             undo.callback(vars(loop).pop, name, None)
         return undo
@@ -76,12 +79,12 @@ class RoundRobin:
         if self._count <= self.strategy.replica[0]:  # this rank had no batch: its metrics would warn of that
             for metric in (m for m in self.strategy._module.modules() if isinstance(m, Metric)):
                 metric._update_count += 1
-        gathered: list[list[BatchLogs]] = [self._logs]
+        logs: list[list[BatchLogs]] = [self._logs]  # of each rank
         if replicas.count() > 1:
-            gathered = [[] for _ in range(replicas.count())]
-            dist.all_gather_object(gathered, self._logs, group=replicas.group())
+            logs = [[] for _ in range(replicas.count())]
+            dist.all_gather_object(logs, self._logs, group=replicas.group())
         self._logs = []
-        _repeat(loop, sorted(chain.from_iterable(gathered), key=lambda logs: logs[0]))
+        _repeat(loop, sorted(chain.from_iterable(logs), key=itemgetter(0)))
         store_outputs()
 
     def _predict_mine(self, loop: Any, predict: Callable[..., None], *args: Any) -> None:
@@ -91,7 +94,7 @@ class RoundRobin:
 
 
 def _rows(batch: Any, call: LogCall) -> int:
-    """The number of rows that a value stands for, as Lightning counts them."""
+    """Return the number of rows that a value stands for, as Lightning counts them."""
     if call.batch_size is not None:
         return int(call.batch_size)
     weighted = call.metric is None and call.is_mean and call.options["on_epoch"]

@@ -39,8 +39,9 @@ class FixedPointSum:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], addends: int) -> None:
         self.names, self.parameters, self._addends = list(parameters), list(parameters.values()), addends
-        if found := [name for name, p in parameters.items() if p.is_complex()]:
-            raise BadInput("exact", addends, f"real parameters; {found[0]} is complex")
+        for name, p in parameters.items():
+            if p.is_complex():
+                raise BadInput("exact", addends, f"real parameters; {name} is complex")
         carry = max((addends - 1).bit_length(), 2)  # bits by which a sum is longer than its addends; rounding takes 2
         self._width = BITS - RIGHT - carry  # powers of two that share a bin
         self._levels = 2 if any(p.dtype == torch.float64 for p in self.parameters) else 1
@@ -82,7 +83,7 @@ class FixedPointSum:
         return grad.as_strided((grad.numel(),), (1,))
 
     def _bins(self, grads: Mapping[int, Tensor]) -> dict[int, int]:
-        """The bin of each gradient's largest element."""
+        """Return the bin of each gradient's largest element."""
         if not grads:
             return {}
         ends = [end for grad in grads.values() for end in (grad.aminmax() if len(grad) else grad.new_zeros(2))]
@@ -126,26 +127,26 @@ class FixedPointSum:
             self._sums[i][place] = total
         return summed_bits.view_as(bits)
 
-    def flawed(self) -> list[str]:
-        """Names of the parameters with a gradient that was not finite."""
+    def flawed_names(self) -> list[str]:
+        """Return the names of the parameters with a gradient that was not finite."""
         return [name for name, place in zip(self.names, self._highest, strict=True) if place == FLAW]
 
-    def divided(self, divisor: float) -> list[Tensor | None]:
-        """The sums over `divisor`, each in its parameter's type; None without a gradient or with a flaw."""
-        found: list[Tensor | None] = [None] * len(self._highest)
+    def divide(self, divisor: float) -> list[Tensor | None]:
+        """Divide the sums; each mean has its parameter's type, and is None without a gradient or with a flaw."""
+        means: list[Tensor | None] = [None] * len(self._highest)
         for i, sums in enumerate(self._sums):
             if self._highest[i] in {NONE, FLAW}:
                 continue
-            mean = found[i] = torch.zeros_like(self.parameters[i], device=self._device, requires_grad=False)
+            mean = means[i] = torch.zeros_like(self.parameters[i], device=self._device, requires_grad=False)
             if sums:
-                first, *more = [sums[place] for place in sorted(sums)]
-                mean.as_strided((len(first),), (1,)).copy_(sum(more, first) / divisor)
-        return found
+                first, *larger = [sums[place] for place in sorted(sums)]
+                mean.as_strided((len(first),), (1,)).copy_(sum(larger, first) / divisor)
+        return means
 
 
 def _chunks(sizes: Sequence[int], length: int) -> list[list[tuple[int, slice]]]:
     """Numbers and spans of tensors of these sizes, in chunks of about `length` elements and less than twice as many."""
     spans = [(i, slice(at, min(at + length, size))) for i, size in enumerate(sizes) for at in range(0, size, length)]
     ends = itertools.accumulate(span.stop - span.start for _, span in spans)
-    chunks = itertools.groupby(zip(spans, ends, strict=True), lambda found: found[1] // length)
+    chunks = itertools.groupby(zip(spans, ends, strict=True), lambda span_and_end: span_and_end[1] // length)
     return [[span for span, _ in chunk] for _, chunk in chunks]

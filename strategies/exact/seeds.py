@@ -12,11 +12,11 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from apprentice import keyed
 from strategies.base.data_parallel import DataParallel
 
-SPARE = np.random.MT19937(0)  # numpy's generator inside `seeded`: to copy the state of its own would take longer
+SPARE = np.random.MT19937(0)  # numpy's inside `seed_generators`: copying its usual generator's state takes longer
 
 
 @contextmanager
-def seeded(strategy: DataParallel, *numbers: int) -> Iterator[None]:
+def seed_generators(strategy: DataParallel, *numbers: int) -> Iterator[None]:
     """Seed torch, numpy and Python with the run's seed and these numbers; restore their states afterwards."""
     seed = getattr(strategy.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
     key = keyed.fold_in(seed, *numbers)

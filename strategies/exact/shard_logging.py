@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import replicas
-from apprentice.errors import BadInput
+from strategies.base.data_parallel import DataParallel
 from strategies.base.private import LogMetadata, default_dtype
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.shards import mean_over_rows
@@ -37,34 +37,34 @@ class LogCall(NamedTuple):
         """Whether values are averaged, weighted by their rows."""
         return self.metric is not None or self.options["reduce_fx"] is torch.mean
 
-    def reduced(self, values: Sequence[float], weights: Sequence[float]) -> Tensor:
-        """The values of all shards, reduced by `reduce_fx`; a mean is weighted."""
+    def reduce(self, values: Sequence[float], weights: Sequence[float]) -> Tensor:
+        """Reduce the values of all shards by `reduce_fx`; a mean is weighted."""
         if self.is_mean:
             total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
-            found = torch.tensor(total, dtype=torch.float64) / sum(weights)
+            result = torch.tensor(total, dtype=torch.float64) / sum(weights)
         else:
-            found = self.options["reduce_fx"](torch.tensor(values, dtype=torch.float64))
+            result = self.options["reduce_fx"](torch.tensor(values, dtype=torch.float64))
         assert self.value is not None
-        kept = self.value.dtype in {torch.float32, torch.float64}
-        return found.to(self.value.dtype if kept else default_dtype())
+        keeps_dtype = self.value.dtype in {torch.float32, torch.float64}
+        return result.to(self.value.dtype if keeps_dtype else default_dtype())
 
     def repeat(self, module: LightningModule, value: Tensor | None, batch_size: int) -> None:
-        """Log `value` in place of the call's own."""
+        """Log `value` in place of the value of this call."""
         results, connector = module.trainer._results, module.trainer._logger_connector
         assert results is not None
         if connector.should_reset_tensors(self.hook):
             results.reset(metrics=False, fx=self.hook)
-        found: Any = None if value is None else value.to(module.device)
+        logged: Any = None if value is None else value.to(module.device)
         if self.metric is not None:
             metric = module.get_submodule(self.metric)
-            metric._forward_cache, found = found, metric  # where Lightning looks for a step's value
-        results.log(self.hook, self.name, found, **self.options | {"batch_size": batch_size})
+            metric._forward_cache, logged = logged, metric  # where Lightning looks for a step's value
+        results.log(self.hook, self.name, logged, **self.options | {"batch_size": batch_size})
         connector._current_fx = self.hook
 
 
 @contextmanager
 def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
-    """Inside, the module's logs are collected and don't reach Lightning's results; Lightning still checks them."""
+    """Collect the module's logs inside, instead of passing them to Lightning's results; Lightning checks them."""
     calls: list[LogCall] = []
 
     def log(fx: str, name: str, value: Any, **options: Any) -> None:
@@ -85,11 +85,12 @@ def capture_logs(module: LightningModule) -> Iterator[list[LogCall]]:
 
 
 def _forward_value(module: LightningModule, name: str, metric: Metric, options: Mapping[str, Any]) -> Tensor | None:
+    strategy: Any = module.trainer.strategy
     if dict(module.named_modules()).get(options["metric_attribute"]) is not metric:
-        raise _fault(module, f"a metric that is a submodule; {name} logs one that is not")
+        raise strategy._fault(f"a metric that is a submodule; {name} logs one that is not")
     value = metric._forward_cache if options["on_step"] else None
     if value is not None and not (isinstance(value, Tensor) and value.numel() == 1):
-        raise _fault(module, f"a metric whose forward gives one number; {name} logs another on each step")
+        raise strategy._fault(f"a metric whose forward gives one number; {name} logs another on each step")
     return None if value is None else value.detach().squeeze()
 
 
@@ -102,18 +103,18 @@ class ShardLogger:
         self.strategy: Any = module.trainer.strategy
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a shard."""
+        """Return the loss of a shard."""
         with capture_logs(self.module) as logged, refuse_collectives("training_step", self.strategy):
             output = self.module.training_step(batch, *args, **kwargs)
         if output is None:
-            raise _fault(self.module, "a training_step that returns a loss for every shard, not None")
+            raise self.strategy._fault("a training_step that returns a loss for every shard, not None")
         if self.logged is not None:
-            _check_same(self.module, _layout(self.logged), _layout(logged))
+            _check_same(self.strategy, _layout(self.logged), _layout(logged))
         self.logged = logged
         return output["loss"] if isinstance(output, Mapping) else output
 
     def values(self) -> list[Tensor]:
-        """What the last shard logged, each value followed by its `batch_size` if the module passed one."""
+        """Return the values that the last shard logged, each followed by its `batch_size` if the module passed one."""
         calls: list[LogCall] = [call for call in self.logged if call.value is not None]
         numbers = [number for call in calls for number in (call.value, call.batch_size) if number is not None]
         return [torch.as_tensor(x, dtype=torch.float64, device=self.module.device) for x in numbers]
@@ -132,7 +133,7 @@ class ShardLogger:
             layouts: list[Any] = [None] * replicas.count()
             dist.all_gather_object(layouts, layout, group=replicas.group())
             for other in layouts:
-                _check_same(self.module, layouts[0], other)
+                _check_same(self.strategy, layouts[0], other)
 
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Log the global batch, from each shard's `values()` (shards, values); returns parameters to freeze."""
@@ -144,39 +145,33 @@ class ShardLogger:
             if call.value is not None:
                 values = next(columns)
                 weights = sizes if call.batch_size is None else next(columns)
-                value = call.reduced(values, weights)
+                value = call.reduce(values, weights)
             call.repeat(self.module, value, int(sum(weights)))
         return []
-
-
-def _fault(module: LightningModule, expected: str) -> BadInput:
-    strategy: Any = module.trainer.strategy
-    return BadInput("exact" if strategy.exact else "", strategy.exact or "training_step", expected)
 
 
 def _layout(logged: Iterable[LogCall]) -> Layout:
     return [(call.name, call.value is None, call.batch_size is None) for call in logged]
 
 
-def _check_same(module: LightningModule, one: Layout, other: Layout) -> None:
+def _check_same(strategy: DataParallel, one: Layout, other: Layout) -> None:
     if one != other:
         names = [", ".join(name for name, *_ in layout) or "nothing" for layout in (one, other)]
-        raise _fault(module, f"each shard to log the same; one logs {names[0]}, another {names[1]}")
+        raise strategy._fault(f"each shard to log the same; one logs {names[0]}, another {names[1]}")
 
 
 class StatefulShardLogger(ShardLogger):
     """Calls `shard_step` per shard and `on_global_batch` per global batch."""
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a shard."""
+        """Return the loss of a shard."""
         with refuse_collectives("shard_step", self.strategy):
-            loss: Tensor
             loss, values = self.module.shard_step(batch)  # type: ignore[operator]
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}
-        return loss
+        return cast("Tensor", loss)
 
     def values(self) -> list[Tensor]:
-        """The last shard's values, averaged over its rows."""
+        """Return the last shard's values, averaged over its rows."""
         return [value.to(self.module.device) for value in self.logged.values()]
 
     def _check_ranks(self) -> None:
@@ -185,10 +180,9 @@ class StatefulShardLogger(ShardLogger):
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Pass the means over the global batch to the module."""
         means = dict(zip(self.logged, mean_over_rows(table, sizes).tolist(), strict=True))
-        stopped: list[nn.Parameter] = self.module.on_global_batch(means, sum(sizes))  # type: ignore[operator]
-        return stopped
+        return cast("list[nn.Parameter]", self.module.on_global_batch(means, sum(sizes)))  # type: ignore[operator]
 
 
 def shard_logger_of(module: LightningModule) -> ShardLogger:
-    """The logger for a module."""
+    """Return the logger for a module."""
     return StatefulShardLogger(module) if hasattr(module, "shard_step") else ShardLogger(module)

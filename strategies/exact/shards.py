@@ -48,21 +48,21 @@ def fewest_rows(module: nn.Module) -> int:
 
 
 def rows(batch: Any) -> int:
-    """The first dimension of a batch's tensors; BadInput names tensors of several lengths, or says there is none."""
+    """Return the first dimension of a batch's tensors; BadInput where they have several lengths, or there is none."""
     try:
         leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
     except ValueError:  # a class registered without names for its children
         leaves = [("", leaf) for leaf in tree_leaves(batch)]
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    first = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(tensors)}
-    if len(first) != 1:
-        found = ", ".join(first[length] for length in sorted(first)) or "there is none"
-        raise BadInput("", "batch", f"tensors with one number of rows; {found}")
-    return next(iter(first))
+    by_length = {len(leaf): f"batch{path} has {len(leaf)}" for path, leaf in reversed(tensors)}
+    if len(by_length) != 1:
+        lengths = ", ".join(by_length[length] for length in sorted(by_length)) or "there is none"
+        raise BadInput("", "batch", f"tensors with one number of rows; {lengths}")
+    return next(iter(by_length))
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
-    """Rows `start` to `stop`, by the batch's own method `part` if it has one."""
+    """Return the rows `start` to `stop` of a batch, by its method `part` if it has one."""
     if hasattr(batch, "part"):
         return batch.part(start, stop)
     count = rows(batch)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,18 +23,16 @@ class ExactSteps(PlainSteps):
     """Cuts each global batch of training into `shards`, and evaluates whole batches round-robin."""
 
     needs_group = False
+    training_class: ClassVar[type[ShardedTraining]] = ShardedTraining
 
     def __init__(self, strategy: DataParallel, shards: int) -> None:
         super().__init__(strategy)
         if not 1 <= shards <= MOST_ADDENDS:
             raise BadInput("exact", shards, f"a number of shards, 1 to {MOST_ADDENDS}")
         self.shards: int = shards
-        self.training = self._make_training()
+        self.training = self.training_class(strategy, shards)
         self.evaluation = RoundRobin(strategy)
         self._undo = ExitStack()
-
-    def _make_training(self) -> ShardedTraining:
-        return ShardedTraining(self.strategy, self.shards)
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -44,14 +42,14 @@ class ExactSteps(PlainSteps):
     def check_devices(self) -> None:
         """Raise BadInput for more replicas than shards."""
         if (replicas := self.strategy.replica[1]) > self.shards:
-            raise BadInput("exact", self.shards, f"at least {replicas}, the number of devices")
+            raise self.strategy._fault(f"at least {replicas}, the number of devices")
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput if the module can't be exact."""
         if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
-            raise BadInput("exact", self.shards, "automatic optimization and Lightning's own backward")
+            raise self.strategy._fault("automatic optimization and Lightning's own backward")
         if self.strategy._scales_loss:
-            raise BadInput("exact", self.shards, "another precision than 16-mixed, which scales the loss")
+            raise self.strategy._fault("another precision than 16-mixed, which scales the loss")
 
     def setup_environment(self) -> None:
         """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
@@ -100,5 +98,5 @@ class ExactSteps(PlainSteps):
 
     def predict_step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Predict a batch."""
-        with self.evaluation.isolated("predict_step"):
+        with self.evaluation.isolate("predict_step"):
             return run(*args, **kwargs)

@@ -12,10 +12,10 @@ from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.relations import ShardedRelations
 from strategies.base.data_parallel import DataParallel
-from strategies.base.gradients import handed_over, set_aside
+from strategies.base.gradients import attach_gradients, set_aside
 from strategies.base.private import NormBase
 from strategies.exact.fixed_point import FixedPointSum
-from strategies.exact.seeds import seeded
+from strategies.exact.seeds import seed_generators
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
@@ -27,27 +27,27 @@ class RunningStatistics:
         layers = [m for module in modules for m in module.modules() if isinstance(m, NormBase) and m.training]
         self._buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         self._start = [buffer.clone() for buffer in self._buffers]
-        mine = set(self._buffers)
+        merged = set(self._buffers)
         self._others = {
             name: (buffer, buffer._version)
             for module in modules
             for name, buffer in module.named_buffers()
-            if not buffer.is_inference() and buffer not in mine
+            if not buffer.is_inference() and buffer not in merged
         }
         self.size = sum(buffer.numel() for buffer in self._buffers)
 
     def take(self) -> list[Tensor]:
-        """The statistics after a shard, float64 and flat; the buffers get their first values back.
+        """Return the statistics after a shard, float64 and flat, and reset the buffers to their first values.
 
         BadInput if another buffer has changed, which can't be merged.
         """
         if changed := [name for name, (buffer, version) in self._others.items() if buffer._version != version]:
             expected = "training steps that change no buffer but BatchNorm's"
             raise BadInput("", "training_step", f"{expected}; {changed[0]} has changed")
-        found = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
+        statistics = [buffer.to(torch.float64, copy=True).flatten() for buffer in self._buffers]
         for buffer, start in zip(self._buffers, self._start, strict=True):
             buffer.data.copy_(start)  # `data`: autograd has saved the buffer and refuses changes that it sees
-        return found
+        return statistics
 
     def put(self, merged: Tensor) -> None:
         """Set the buffers to merged values, (size,) float64."""
@@ -105,7 +105,7 @@ class ShardedTraining:
         statistics.put(means[end:])
         with self._step_context():  # gives logged numbers their type
             frozen = logger.log_batch(tables[0][:, 1:end], sizes)
-        return handed_over(means[0].to(self.module.dtype), self._gradients(set(frozen)))
+        return attach_gradients(means[0].to(self.module.dtype), self._gradients(set(frozen)))
 
     @property
     def module(self) -> LightningModule:
@@ -130,12 +130,12 @@ class ShardedTraining:
         logger, statistics, mine = shard_logger_of(self.module), self._statistics(), self._shards_of(batch)
         for shard in mine or [Shard(0, *self._spans[0], batch)]:
             # With gradients, as kernels may round differently without.
-            with self._isolated(shard, is_mine=bool(mine)), self._step_context():
+            with self._isolate(shard, is_mine=bool(mine)), self._step_context():
                 logger.step(shard.batch, *args, **kwargs)
             statistics.take()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
-        """The trainable parameters by name, in groups whose gradients are complete at the same time."""
+        """Return the trainable parameters by name, in groups whose gradients are complete at the same time."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         return [parameters] if parameters else []
 
@@ -144,14 +144,14 @@ class ShardedTraining:
         return {name: p for parameters in self._parameter_groups() for name, p in parameters.items()}
 
     def _gradients(self, frozen: set[nn.Parameter]) -> dict[nn.Parameter, Tensor | None]:
-        """The global batch's gradients, None for parameters that have none or are frozen."""
+        """Return the global batch's gradients, None for parameters that have none or are frozen."""
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for total in self._sums:
             parameters = dict(zip(total.names, total.parameters, strict=True))
-            if flawed := [name for name in total.flawed() if parameters[name] not in frozen]:
+            if flawed := [name for name in total.flawed_names() if parameters[name] not in frozen]:
                 expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
                 raise OverflowError(f"--exact {self.shards}: {expected}")
-            gradients |= zip(total.parameters, total.divided(self._weight(self._global_rows)), strict=True)
+            gradients |= zip(total.parameters, total.divide(self._weight(self._global_rows)), strict=True)
         return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 
     def _statistics(self) -> RunningStatistics:
@@ -163,7 +163,7 @@ class ShardedTraining:
         """(shards, k) of each shard its loss, logged values and running statistics; zeros for other ranks' shards."""
         results: dict[int, Tensor] = {}
         for shard in self._shards_of(batch):
-            with self._isolated(shard):
+            with self._isolate(shard):
                 with self._step_context():
                     loss = logger.step(shard.batch, *args, **kwargs)
                 (loss * self._weight(shard.rows)).backward()
@@ -181,15 +181,15 @@ class ShardedTraining:
         return table
 
     @contextmanager
-    def _isolated(self, shard: Shard, is_mine: bool = True) -> Iterator[None]:
+    def _isolate(self, shard: Shard, is_mine: bool = True) -> Iterator[None]:
         trainer = self.strategy._trainer
         numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
-        random, related = seeded(self.strategy, *numbers), self._relations.shard(is_mine)
-        with random, related, replicas.shard(shard.start), self._shard_named(shard):
+        random, related = seed_generators(self.strategy, *numbers), self._relations.shard(is_mine)
+        with random, related, replicas.shard(shard.start), self._name_shard(shard):
             yield
 
     @contextmanager
-    def _shard_named(self, shard: Shard) -> Iterator[None]:
+    def _name_shard(self, shard: Shard) -> Iterator[None]:
         """Name the shard where torch's BatchNorm refuses a single row."""
         try:
             yield
@@ -197,10 +197,10 @@ class ShardedTraining:
             if "Expected more than 1 value per channel" not in str(error):
                 raise
             rows = f"shard {shard.number} of {self.shards} has {shard.rows} of the batch's {self._global_rows}"
-            raise BadInput("exact", self.shards, f"batches of two rows or more for BatchNorm; {rows}") from error
+            raise self.strategy._fault(f"batches of two rows or more for BatchNorm; {rows}") from error
 
     def _weight(self, rows: int) -> float:
-        """The weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""
+        """Return the weight of a mean over some rows: exact, and at most 1, so that no shard overflows alone."""
         return rows / 2.0 ** (self._global_rows - 1).bit_length()
 
 

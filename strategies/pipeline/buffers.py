@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ ALIGNMENT = 4  # units
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank knows of a tensor before it arrives."""
+    """Describes a tensor to the rank that will receive it."""
 
     row: tuple[int, ...]  # shape without the first dimension, the rows
     order: tuple[int, ...]  # dimensions by stride, the outermost first
@@ -29,7 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: Tensor) -> "Layout":
-        """The layout of a tensor, made dense."""
+        """Return the layout of a tensor, made dense."""
         strides = torch.empty_like(x, device="meta").stride()
         order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(x.shape[1:]), order, x.dtype, x.requires_grad)
@@ -59,22 +59,19 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor], anchor: Tensor) -> Tensor:
         """(units,) a buffer with a gradient, of `anchor` if of no other tensor; BadInput for other layouts."""
         self.check(tensors)
-        buffer: Tensor = _Pack.apply(self, anchor, *tensors)
-        return buffer
+        return cast("Tensor", _Pack.apply(self, anchor, *tensors))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise BadInput for tensors of other layouts."""
-        found = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
+        got = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
         expected = [(layout.row, layout.dtype) for layout in self.layouts]
-        if found != expected:
-            kinds = [[f"(rows, {', '.join(map(str, row))}) {str(t)[6:]}" for row, t in x] for x in (expected, found)]
-            wanted, got = (" and ".join(each) or "nothing" for each in kinds)
-            raise BadInput("", "pipeline_stages", f"a stage to give {wanted} for every micro-batch, got {got}")
+        if got != expected:
+            to_give = f"a stage to give {_describe(expected)} for every micro-batch"
+            raise BadInput("", "pipeline_stages", f"{to_give}, got {_describe(got)}")
 
     def unpack(self, buffer: Tensor, rows: int) -> tuple[Tensor, ...]:
-        """The tensors, with so many rows."""
-        tensors: tuple[Tensor, ...] = _Unpack.apply(self, rows, buffer)
-        return tensors
+        """Return the tensors, with so many rows."""
+        return cast("tuple[Tensor, ...]", _Unpack.apply(self, rows, buffer))
 
     def pack_detached(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(units,) a buffer without history; zeros for None."""
@@ -87,8 +84,12 @@ class Packing:
         return buffer
 
     def views(self, buffer: Tensor, rows: int) -> list[Tensor]:
-        """The tensors, without history."""
+        """Return the tensors, without history."""
         return [layout.view(buffer, start, rows) for layout, start in zip(self.layouts, self.starts, strict=True)]
+
+
+def _describe(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return " and ".join(f"(rows, {', '.join(map(str, row))}) {str(dtype)[6:]}" for row, dtype in kinds) or "nothing"
 
 
 class _Pack(torch.autograd.Function):
@@ -100,7 +101,8 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = ctx.packing.views(grad, ctx.rows)
-        return None, None, *(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad[2:], strict=True))
+        pairs = zip(grads, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(grad if is_needed else None for grad, is_needed in pairs)
 
 
 class _Unpack(torch.autograd.Function):

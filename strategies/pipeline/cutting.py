@@ -17,13 +17,13 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves, tree_map_only
 from strategies.base import stages
-from strategies.pipeline.states import unchanged
+from strategies.pipeline.states import preserve_state
 
 REPEATS = 3  # of a measurement
 
 
 def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None) -> list[list[nn.Module]]:
-    """The modules of each stage, which belongs to a rank, by given sizes or by numbers of parameters.
+    """Cut a module into stages with `sizes` modules each, or with about as many parameters on each rank.
 
     Raises:
         BadInput: the module can't be cut so, or a pipeline can't train it.
@@ -41,15 +41,14 @@ def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None
         expected = f"at least {len(rank_of)} modules, one for each stage"
         raise BadInput("strategy", "pipeline", f"{expected}; {name} gives {len(modules)}")
     if sizes is not None and sum(sizes) != len(modules):
-        expected = f"numbers that add up to {len(modules)}, the modules that {name} gives"
-        raise BadInput("balance", sizes, expected)
-    groups = stages.grouped(modules, sizes or stages.sizes_by_parameters(modules, rank_of))
+        raise BadInput("balance", sizes, f"numbers that add up to {len(modules)}, the modules that {name} gives")
+    groups = stages.group_modules(modules, sizes or stages.sizes_by_parameters(modules, rank_of))
     stages.check(module, groups)
     return groups
 
 
 class StageAssignment:
-    """Which rank computes which stages under a schedule; raises torch's ValueError where it can't run."""
+    """Assigns stages to ranks as a schedule needs it; raises torch's ValueError where it can't run."""
 
     def __init__(self, schedule: str, ranks: int, stages_per_rank: int | None, num_microbatches: int) -> None:
         self.schedule_class, self.num_microbatches = get_schedule_class(schedule), num_microbatches
@@ -80,24 +79,24 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
 
 
 def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[float]:
-    """Seconds of each module's forward and backward in a chain, the minimum of a few runs; modules stay unchanged."""
-    found, x = [], inputs
+    """Measure each module's forward and backward in a chain: the minimum of a few runs; modules stay unchanged."""
+    times, x = [], inputs
     for module in modules:
-        with unchanged([module], inputs[0].device):
-            runs = [_timed(module, x, inputs[0].device) for _ in range(REPEATS)]
+        with preserve_state([module], inputs[0].device):
+            runs = [_time(module, x, inputs[0].device) for _ in range(REPEATS)]
         module.zero_grad()
         x = runs[0][0]
-        found.append(min(time for _, time in runs))
-    return found
+        times.append(min(time for _, time in runs))
+    return times
 
 
-def _timed(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
+def _time(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
     # Clones of leaves, as layers may work in place. The batch itself needs no gradient.
     x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), x)
     synchronize = partial(torch.get_device_module(device).synchronize, device)
     synchronize()
     start = time.perf_counter()
-    y = stages.chained([module], x)
+    y = stages.apply_modules([module], x)
     outputs = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])

@@ -101,7 +101,7 @@ class StagedForward:
         return self.runner.broadcast_output(step)[0]
 
     @contextmanager
-    def answering(self, answer: Answer | None) -> Iterator[ForwardCall]:
+    def answer_with(self, answer: Answer | None) -> Iterator[ForwardCall]:
         """Inside a `training_step` has to call `forward` once."""
         call = self._call = ForwardCall(answer)
         try:

@@ -4,14 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
-
-Output = TypeVar("Output")
 
 
 class Event(NamedTuple):
@@ -46,26 +44,26 @@ class PipelineStep:
     events: list[Event] = field(default_factory=list)  # of this rank
 
     @contextmanager
-    def recorded(self, stage: int, number: int, kind: str) -> Iterator[None]:
+    def record(self, stage: int, number: int, kind: str) -> Iterator[None]:
         """Add an event for the block."""
         start = time.perf_counter()
         yield
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
-def checked(output: Output, layer: nn.Module, rows: int) -> Output:
-    """The output of a stage that ends with a layer; BadInput if its tensors do not have the batch's rows first."""
+def check_output(output: Any, layer: nn.Module, rows: int) -> None:
+    """Raise BadInput where the output of a stage that ends with a layer has not the batch's rows first."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
         expected = f"tensors with the batch's {rows} rows first"
         raise BadInput("", f"the stage that ends with {type(layer).__name__}", f"{expected}, got one of {uneven[0]}")
-    return output
 
 
 def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
-    """The tensors that a stage sends to the next, checked."""
+    """Check and return the tensors that a stage sends to the next."""
     tensors: tuple[Any, ...] = output if type(output) is tuple else (output,)
     if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
         expected = "expected a tensor or a tuple of tensors for the next stage"
         raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")
-    return checked(tensors, layer, rows)
+    check_output(tensors, layer, rows)
+    return tensors

@@ -54,20 +54,20 @@ class StagePlacement:
                 setattr(m, name, stand_in)
 
     def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The module's state dict on the first rank's CPU, empty on others; collective. Extra states are its own.
+        """Gather the module's state dict on the first rank's CPU, with its extra states; empty on others; collective.
 
         BadInput if a tensor has another name in `state`, this rank's state dict, than in the module.
         """
-        strange = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
-        if strange:
-            raise BadInput("", "state_dict", f"parameters under their own names; {strange[0]} is none's")
+        unknown = [k for k, v in state.items() if k not in self._names and isinstance(v, Tensor) and v.is_meta]
+        if unknown:
+            raise BadInput("", "state_dict", f"parameters under their own names; {unknown[0]} is none's")
         owners = {key: self.owners.get(tensor, 0) for key, tensor in self._names.items()}
-        own = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
-        found = checkpoints.gathered({"state": own}, self.rank == 0, self.group)
-        return {key: found["state"].get(key, value) for key, value in state.items()} if found else {}
+        local = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
+        full = checkpoints.gather_states({"state": local}, self.rank == 0, self.group)
+        return {key: full["state"].get(key, value) for key, value in state.items()} if full else {}
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state dict, with stand-ins for other ranks' tensors."""
+        """Replace other ranks' tensors in a whole state dict by stand-ins."""
         elsewhere = {key for key, tensor in self._names.items() if not self._is_here(tensor)}
         return {key: value.to("meta") if key in elsewhere else value for key, value in state.items()}
 
@@ -89,10 +89,10 @@ class StagePlacement:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor without gaps in memory, in any order of its dimensions."""
+    """Return the tensor without gaps in memory, in any order of its dimensions."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else torch.empty_like(x).copy_(x)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A dense tensor's memory as a vector of bytes, which collectives accept for any type."""
+    """Return a dense tensor's memory as a vector of bytes, which collectives accept for any type."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from apprentice.private import tree_leaves, tree_map, tree_map_only
-from strategies.base.stages import chained
+from strategies.base.stages import apply_modules
 from strategies.pipeline.buffers import UNIT, Layout, Packing
 from strategies.pipeline.cutting import StageAssignment
-from strategies.pipeline.microbatches import PipelineStep, checked, stage_tensors
-from strategies.pipeline.states import unchanged
+from strategies.pipeline.microbatches import PipelineStep, check_output, stage_tensors
+from strategies.pipeline.states import preserve_state
 
 MAX_SCHEDULES = 8  # kept with their memory, one for each layout of inputs, such as sequences of several lengths
 Layouts = dict[int, list[Layout]]  # of each stage's inputs
@@ -38,10 +38,10 @@ class _Tied(torch.autograd.Function):
 class _StageModule(nn.Module):
     """A stage for torch's schedules: from a buffer to a buffer; the last stage returns the loss."""
 
-    def __init__(self, stage: int, runner: "PipelineRunner", received: Packing | None, sent: Packing | None) -> None:
+    def __init__(self, stage: int, runner: "PipelineRunner", inputs: Packing | None, outputs: Packing | None) -> None:
         super().__init__()
-        self.stage, self.runner, self.received, self.sent = stage, runner, received, sent
-        self.layers = nn.ModuleList(runner.own[stage])
+        self.stage, self.runner, self.inputs, self.outputs = stage, runner, inputs, outputs
+        self.layers = nn.ModuleList(runner.local_stages[stage])
         self.gathers = any(getattr(m, "gathers", False) for m in self.layers.modules())  # as others may have rows
         self.number = 0  # of the current micro-batch
 
@@ -53,31 +53,31 @@ class _StageModule(nn.Module):
         if not piece.rows and (piece.loss is None or not self.gathers):
             out = _Tied.apply(self.zeros(device), source)
             return out
-        x = piece.inputs if self.received is None else self.received.unpack(source, piece.rows)
+        x = piece.inputs if self.inputs is None else self.inputs.unpack(source, piece.rows)
         with piece.context():
-            y = chained(self.layers, x)
+            y = apply_modules(self.layers, x)
             step.after_forward(self.stage, self.number)
-            if not piece.rows and self.sent is None:
+            if not piece.rows and self.outputs is None:
                 sums = [x.double().sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
                 out = sum(sums, start=self.zeros(device))  # of no rows: 0, with the stage behind it
-            elif self.sent is None:
+            elif self.outputs is None:
                 assert piece.loss is not None
-                output = checked(y, self.layers[-1], piece.rows)
-                step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, output)
+                check_output(y, self.layers[-1], piece.rows)
+                step.outputs[self.number] = tree_map_only(Tensor, Tensor.detach, y)
                 loss = piece.loss(y)
                 step.losses[self.number] = loss.detach()
                 out = loss.double()
             else:
-                out = self.sent.pack(stage_tensors(y, self.layers[-1], piece.rows), source)
-        if self.received is not None and not self.received.differentiable:
+                out = self.outputs.pack(stage_tensors(y, self.layers[-1], piece.rows), source)
+        if self.inputs is not None and not self.inputs.differentiable:
             out = _Tied.apply(out, source)
         return out
 
     def zeros(self, device: torch.device | str) -> Tensor:
-        """An output of zeros; the loss is float64, into which every loss fits without rounding."""
-        if self.sent is None:
+        """Return an output of zeros; the loss is float64, into which every loss fits without rounding."""
+        if self.outputs is None:
             return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.zeros(self.sent.units, dtype=UNIT, device=device)
+        return torch.zeros(self.outputs.units, dtype=UNIT, device=device)
 
 
 class _RecordedStage(PipelineStage):
@@ -86,14 +86,14 @@ class _RecordedStage(PipelineStage):
     def __init__(self, module: _StageModule) -> None:
         self.module, self.runner = module, module.runner
         inputs = (
-            torch.empty(module.received.units, dtype=UNIT, device="meta", requires_grad=True) if module.received else ()
+            torch.empty(module.inputs.units, dtype=UNIT, device="meta", requires_grad=True) if module.inputs else ()
         )
         output, count = module.zeros("meta").requires_grad_(), len(self.runner.modules)
         super().__init__(module, module.stage, count, self.runner.device, inputs, output, group=self.runner.group)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.module.number = fwd_chunk_id
-        with self.runner.step.recorded(self.module.stage, fwd_chunk_id, "forward"):
+        with self.runner.step.record(self.module.stage, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class _RecordedStage(PipelineStage):
 
     def _backward(self, compute: Callable[..., None], kind: str, number: int, *args: Any, **kwargs: Any) -> None:
         step = self.runner.step
-        with step.recorded(self.module.stage, number, kind), torch.autocast(self.device.type, enabled=False):
+        with step.record(self.module.stage, number, kind), torch.autocast(self.device.type, enabled=False):
             compute(number, *args, **kwargs)
             step.after_backward(self.module.stage)
 
@@ -126,37 +126,37 @@ class PipelineRunner:
         self.assignment, self.modules, self.group, self.device = assignment, modules, group, device
         self.rank, self.rank_of = dist.get_rank(group), assignment.rank_of
         self.step = PipelineStep([])  # the current one, in training
-        self.own = {stage: modules[stage] for stage, rank in enumerate(self.rank_of) if rank == self.rank}
+        self.local_stages = {stage: modules[stage] for stage, rank in enumerate(self.rank_of) if rank == self.rank}
         self._schedules: dict[Any, LocalSchedule] = {}
 
     def forward(self, step: PipelineStep) -> Layouts:
         """Send micro-batches forward; returns the layouts of inputs of this rank's stages and of those that follow."""
         layouts: Layouts = {}
         kept: dict[int, tuple[Tensor, ...]] = {}  # for this rank's next stage, by micro-batch
-        sent: list[tuple[Any, Tensor]] = []
-        for stage, modules in self.own.items():
+        messages: list[tuple[Any, Tensor]] = []  # with their buffers
+        for stage, modules in self.local_stages.items():
             for number, piece in enumerate(step.microbatches):
-                x = self._inputs(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
-                with step.recorded(stage, number, "forward"), piece.context():
-                    y = chained(modules, x)
+                x = self._receive(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
+                with step.record(stage, number, "forward"), piece.context():
+                    y = apply_modules(modules, x)
                 step.after_forward(stage, number)
                 if stage == len(self.rank_of) - 1:
-                    output = checked(y, modules[-1], piece.rows)
-                    step.outputs[number] = tree_map_only(Tensor, Tensor.detach, output)
+                    check_output(y, modules[-1], piece.rows)
+                    step.outputs[number] = tree_map_only(Tensor, Tensor.detach, y)
                     continue
                 tensors = stage_tensors(y, modules[-1], piece.rows)
-                packing = self._packing(stage + 1, tensors, layouts)
+                packing = self._make_packing(stage + 1, tensors, layouts)
                 if self.rank_of[stage + 1] == self.rank:
                     kept[number] = tensors
                 else:
                     buffer = packing.pack_detached([t.detach() for t in tensors])
-                    sent.append((dist.isend(buffer, group=self.group, group_dst=self.rank_of[stage + 1]), buffer))
-        for work, _ in sent:
+                    messages.append((dist.isend(buffer, group=self.group, group_dst=self.rank_of[stage + 1]), buffer))
+        for work, _ in messages:
             work.wait()
         return layouts
 
-    def _packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
-        """A packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
+    def _make_packing(self, stage: int, tensors: tuple[Tensor, ...], layouts: Layouts) -> Packing:
+        """Make a packing of a stage's inputs; the first micro-batch's layouts are sent to that stage's rank."""
         if stage not in layouts:
             layouts[stage] = [Layout.of(t) for t in tensors]
             if (target := self.rank_of[stage]) != self.rank:
@@ -165,8 +165,8 @@ class PipelineRunner:
         packing.check(tensors)
         return packing
 
-    def _inputs(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """The tensors of the previous stage, kept on this rank or received."""
+    def _receive(self, stage: int, rows: int, layouts: Layouts, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """Take the tensors of the previous stage, kept on this rank or received."""
         source = self.rank_of[stage - 1]
         if stage not in layouts:
             header: list[Any] = [None]
@@ -184,9 +184,9 @@ class PipelineRunner:
         return tuple(tensors)
 
     def broadcast_output(self, step: PipelineStep, form: Any = None) -> tuple[Any, Any]:
-        """The last stage's outputs, concatenated, and their form: a tree with layouts for tensors.
+        """Concatenate the last stage's outputs on all ranks; also returns their form, a tree with layouts for tensors.
 
-        The last stage's rank sends the form, unless it is given and has no other leaves, which may change.
+        The last stage's rank sends the form, unless `form` has only layouts as leaves: others may change.
         """
         source, output = self.rank_of[-1], None
         if is_source := self.rank == source:
@@ -209,15 +209,15 @@ class PipelineRunner:
         return tree_map_only(Layout, lambda _: next(received), form), form
 
     def broadcast_loss(self, step: PipelineStep) -> float:
-        """The sum of the last stage's losses, on all ranks."""
+        """Return the sum of the last stage's losses on all ranks."""
         loss = sum(loss.item() for loss in step.losses.values())
-        found = torch.tensor(loss, dtype=torch.float64, device=self.device)
-        dist.broadcast(found, group=self.group, group_src=self.rank_of[-1])
-        return found.item()
+        total = torch.tensor(loss, dtype=torch.float64, device=self.device)
+        dist.broadcast(total, group=self.group, group_src=self.rank_of[-1])
+        return total.item()
 
     def train(self, step: PipelineStep) -> Any:
         """Send micro-batches forward and backward; returns the last stage's outputs, on all ranks."""
-        schedule, form, _ = self._schedule(step)
+        schedule, form, _ = self._prepare_schedule(step)
         torch_logger = logging.getLogger("torch.distributed.pipelining.schedules")
         before, torch_logger.disabled = torch_logger.disabled, True  # it prints the whole schedule if a stage fails
         self.step = step
@@ -231,21 +231,23 @@ class PipelineRunner:
             return self.broadcast_output(step, form)[0]
         return tree_map_only(Layout, lambda x: torch.empty(0, *x.row, dtype=x.dtype, device=self.device), form)
 
-    def _schedule(self, step: PipelineStep) -> LocalSchedule:
-        """The schedule for the step's inputs, the latest last in `_schedules`."""
+    def _prepare_schedule(self, step: PipelineStep) -> LocalSchedule:
+        """Return the schedule for the step's inputs, the latest last in `_schedules`."""
         shapes = tuple((tuple(x.shape[1:]), x.dtype) for x in step.microbatches[0].inputs)
         trained = tuple(p.requires_grad for stage in self.modules for m in stage for p in m.parameters())
         largest = max(step.microbatches, key=lambda piece: piece.rows)
         schedule = self._schedules.pop((shapes, trained), None)
         if schedule is None or schedule.capacity < largest.rows:
-            trial = PipelineStep([largest])  # sent forward to see the layouts
-            with unchanged(itertools.chain(*self.own.values()), self.device):
+            trial = PipelineStep([largest])  # goes forward to show the layouts
+            with preserve_state(itertools.chain(*self.local_stages.values()), self.device):
                 layouts = self.forward(trial)
             capacity = max(largest.rows, 1)
-            packings = {stage: Packing(found, capacity) for stage, found in layouts.items()}
-            modules = [_StageModule(i, self, packings.get(i), packings.get(i + 1)) for i in self.own]
-            made = self.assignment.schedule_of([_RecordedStage(module) for module in modules], scale_grads=False)
-            schedule = LocalSchedule(made, self.broadcast_output(trial)[1], capacity)
+            packings = {stage: Packing(inputs, capacity) for stage, inputs in layouts.items()}
+            modules = [_StageModule(i, self, packings.get(i), packings.get(i + 1)) for i in self.local_stages]
+            torch_schedule = self.assignment.schedule_of(
+                [_RecordedStage(module) for module in modules], scale_grads=False
+            )
+            schedule = LocalSchedule(torch_schedule, self.broadcast_output(trial)[1], capacity)
         self._schedules[shapes, trained] = schedule
         if len(self._schedules) > MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]

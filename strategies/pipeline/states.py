@@ -27,7 +27,7 @@ class RankRandomState:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+def preserve_state(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
     """Restore the modules' buffers and torch's random states afterwards."""
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from apprentice import keyed, replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
-from strategies.base.gradients import averaged, handed_over, set_aside
+from strategies.base.gradients import attach_gradients, average, set_aside
 from strategies.base.steps import PlainSteps
 from strategies.exact.collectives import refuse_collectives
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
@@ -48,7 +48,7 @@ class PipelineSteps(PlainSteps):
         """Return the loss of the batch; its backward adds the gradients that the schedule has computed."""
         forward, parameters = self.strategy.forward, self.strategy.trainable_by_stage
         with set_aside(lambda: _merge(parameters())):
-            with forward.answering(partial(self._train_batch, batch)):
+            with forward.answer_with(partial(self._train_batch, batch)):
                 output = Strategy.training_step(self.strategy, batch, *args, **kwargs)
             gradients = {p: p.grad for p in _merge(parameters()).values()}
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -57,7 +57,7 @@ class PipelineSteps(PlainSteps):
         forward.check_loss(loss)
         if not forward.losses_match:
             forward.compare_losses(loss.item(), loss.dtype)
-        loss = handed_over(loss.detach(), averaged(gradients))
+        loss = attach_gradients(loss.detach(), average(gradients))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
@@ -70,32 +70,6 @@ class PipelineSteps(PlainSteps):
             shard = Shard(number, a, b, part(batch, a, b))
             pieces.append(cut_microbatch(inputs, a, b, partial(forward.loss, shard, (b - a) * weight)))
         return forward.train(PipelineStep(pieces))
-
-
-class ExactPipelineSteps(ExactSteps):
-    """Sends shards through the pipeline as micro-batches."""
-
-    needs_group = True
-    in_one_piece = True  # for the bits of one device
-    strategy: "PipelineStrategy"
-
-    def count_microbatches(self) -> int:
-        """Return the number of shards of a pipeline; BadInput if another one is chosen."""
-        shards, chosen = -(-self.shards // self.strategy.data_parallel_size), self.strategy.num_microbatches
-        if chosen not in {None, shards}:
-            expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
-            raise BadInput("num_microbatches", chosen, expected)
-        return shards
-
-    def _make_training(self) -> ShardedTraining:
-        return PipelinedShards(self.strategy, self.shards)
-
-    def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput if the module can't be exact, or draws from torch's generators."""
-        super().check_module(module)
-        if noisy := keyed.find_unkeyed_layers(module):
-            expected = f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's"
-            raise BadInput("exact", self.shards, expected)
 
 
 class PipelinedShards(ShardedTraining):
@@ -112,10 +86,10 @@ class PipelinedShards(ShardedTraining):
         return list(self.strategy.trainable_by_stage().values())
 
     def _statistics(self) -> RunningStatistics:
-        return RunningStatistics(*itertools.chain(*self.forward.runner.own.values()))
+        return RunningStatistics(*itertools.chain(*self.forward.runner.local_stages.values()))
 
     def _statistics_by_stage(self) -> dict[int, RunningStatistics]:
-        return {stage: RunningStatistics(*modules) for stage, modules in self.forward.runner.own.items()}
+        return {stage: RunningStatistics(*modules) for stage, modules in self.forward.runner.local_stages.items()}
 
     def _collect(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Send the shards forward only; the ranks of a pipeline all collect what the last stage has computed."""
@@ -132,22 +106,22 @@ class PipelinedShards(ShardedTraining):
             runner.forward(step)
         output = runner.broadcast_output(step)[0]
         for shard in shards:
-            known = _rows_of(output, shard, shards)
-            tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), known)
-            with self._isolated(shard, is_mine=bool(mine)), self.forward.answering(partial(_answer, known)):
+            shard_output = _rows_of(output, shard, shards)
+            tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), shard_output)
+            with self._isolate(shard, is_mine=bool(mine)), self.forward.answer_with(partial(_answer, shard_output)):
                 logger.step(shard.batch, *args, **kwargs)
 
     def _forward_and_backward(
         self, logger: ShardLogger, statistics: RunningStatistics, batch: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         shards = self._shards_of(batch)
-        some = shards or [Shard(0, 0, 0, part(batch, 0, 0))]
-        pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in some]
+        sample = shards or [Shard(0, 0, 0, part(batch, 0, 0))]  # an empty one shows the inputs' layout
+        pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in sample]
         empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
         pieces += [empty] * (self.strategy.assignment.num_microbatches - len(pieces))
         sums = dict(zip(self.strategy.trainable_by_stage(), self._sums, strict=True))
         by_stage = self._statistics_by_stage()
-        taken: dict[int, list[Tensor]] = {}
+        taken: dict[int, list[Tensor]] = {}  # statistics of each shard
 
         def after_backward(stage: int) -> None:
             if stage in sums:
@@ -159,11 +133,11 @@ class PipelinedShards(ShardedTraining):
         with self._step_context():
             output = self.forward.train(PipelineStep(pieces, after_backward, after_forward))
         if self.forward.random_state.drawn:
-            raise BadInput("exact", self.shards, "noise from apprentice.keyed in a pipeline, not torch's")
+            raise self.strategy._fault("noise from apprentice.keyed in a pipeline, not torch's")
 
         def row(number: int, shard: Shard) -> Tensor:
             answer = partial(_answer, _rows_of(output, shard, shards))
-            with self._isolated(shard), self.forward.answering(answer), self._step_context():
+            with self._isolate(shard), self.forward.answer_with(answer), self._step_context():
                 loss = logger.step(shard.batch, *args, **kwargs)
             self.forward.check_loss(loss)
             return row_of(loss, logger, taken[number])
@@ -176,25 +150,47 @@ class PipelinedShards(ShardedTraining):
 
     def microbatch(self, logger: ShardLogger, shard: Shard, *args: Any, **kwargs: Any) -> MicroBatch:
         """Return a shard as a micro-batch; runs its step up to the call of `forward`, to see the inputs."""
-        with self._isolated(shard), self._step_context(), self.forward.answering(None) as call:
+        with self._isolate(shard), self._step_context(), self.forward.answer_with(None) as call:
             logger.step(shard.batch, *args, **kwargs)
         self.forward.check_rows(call.inputs, shard.rows)
 
         @contextmanager
-        def isolated() -> Iterator[None]:
-            related = self._relations.shard()
-            with related, replicas.shard(shard.start), call.noise(), self._shard_named(shard):
+        def isolate() -> Iterator[None]:
+            with self._relations.shard(), replicas.shard(shard.start), call.noise(), self._name_shard(shard):
                 yield
 
-        return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard), isolated)
+        return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard), isolate)
 
     def _loss(self, shard: Shard, output: Any) -> Tensor:
         with refuse_collectives("pipeline_loss", self.strategy):
             return self.forward.loss(shard, self._weight(shard.rows), output)
 
 
+class ExactPipelineSteps(ExactSteps):
+    """Sends shards through the pipeline as micro-batches."""
+
+    needs_group = True
+    in_one_piece = True  # for the bits of one device
+    training_class = PipelinedShards
+    strategy: "PipelineStrategy"
+
+    def count_microbatches(self) -> int:
+        """Return the number of shards of a pipeline; BadInput if another one is chosen."""
+        shards, chosen = -(-self.shards // self.strategy.data_parallel_size), self.strategy.num_microbatches
+        if chosen not in {None, shards}:
+            expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
+            raise BadInput("num_microbatches", chosen, expected)
+        return shards
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise BadInput if the module can't be exact, or draws from torch's generators."""
+        super().check_module(module)
+        if noisy := keyed.find_unkeyed_layers(module):
+            raise self.strategy._fault(f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's")
+
+
 def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:
-    """A shard's rows of the output of several."""
+    """Return a shard's rows of the output of several shards."""
     rows = slice(shard.start - shards[0].start, shard.stop - shards[0].start)
     return tree_map_only(Tensor, lambda x: x[rows].clone(), output)
 
@@ -204,5 +200,5 @@ def _answer(output: Any, _inputs: tuple[Tensor, ...]) -> Any:
 
 
 def _merge(parameters: Mapping[int, Mapping[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Parameters by name, of those by stage."""
+    """Merge the stages' parameters by name."""
     return {name: p for by_name in parameters.values() for name, p in by_name.items()}

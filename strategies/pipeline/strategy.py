@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,9 @@ class PipelineStrategy(SharedReplica, Exact):
 
     Args:
         schedule: torch's name of the order in which micro-batches go forward and backward.
-        num_microbatches: of a batch; when not given, four for each rank of a pipeline, or `exact`'s shards.
+        num_microbatches: of a batch; None: four for each rank of a pipeline, or `exact`'s shards.
         data_parallel_size: number of pipelines that share a batch; the ranks of one follow one another.
-        stages_per_rank: stages on each rank; when not given, as many as the schedule needs.
+        stages_per_rank: stages on each rank; None: as many as the schedule needs.
         balance: how modules are distributed over stages: by their "parameters", by the "time" they take for a
             micro-batch, or by a list of numbers of modules, one for each stage.
         **kwargs: Exact's.
@@ -118,8 +118,7 @@ class PipelineStrategy(SharedReplica, Exact):
             expected = f"one for {count} micro-batches and {ranks} ranks"
             raise BadInput("schedule", self.schedule, f"{expected}: {error}") from None
         if not isinstance(self.balance, str) and len(self.balance) != self.assignment.num_stages:
-            expected = f"{self.assignment.num_stages} numbers, one for each stage"
-            raise BadInput("balance", self.balance, expected)
+            raise BadInput("balance", self.balance, f"{self.assignment.num_stages} numbers, one for each stage")
 
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
@@ -190,11 +189,11 @@ class PipelineStrategy(SharedReplica, Exact):
         return cut(module, self.assignment.rank_of, sizes if isinstance(self.balance, str) else self.balance)
 
     def _seconds(self, module: LightningModule, layers: Sequence[nn.Module]) -> list[float]:
-        """Seconds of each layer for the first micro-batch, measured on rank zero."""
+        """Measure each layer's seconds for the first micro-batch, on rank zero."""
         with torch.random.fork_rng():
             loaders = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
             batch, *_ = next(iter(loaders))  # on all ranks, as reading may need them
-        found: list[float] = []
+        times: list[float] = []
         if self.is_global_zero:
             module.to(self.root_device)
             with torch.random.fork_rng(), replicas.shard(0):
@@ -205,15 +204,15 @@ class PipelineStrategy(SharedReplica, Exact):
                 shard = Shard(0, 0, stop, part(batch, 0, stop))
                 piece = PipelinedShards(self, 1).microbatch(shard_logger_of(module), shard, *number)
                 with self.precision_plugin.train_step_context(), piece.context():
-                    found = seconds(layers, piece.inputs)
-        return self.broadcast(found)
+                    times = seconds(layers, piece.inputs)
+        return self.broadcast(times)
 
     def trainable_by_stage(self) -> dict[int, dict[str, nn.Parameter]]:
         """Return the trainable parameters of those of this rank's stages that have any."""
         names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
         by_stage = {
             stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
-            for stage, modules in self.forward.runner.own.items()
+            for stage, modules in self.forward.runner.local_stages.items()
         }
         return {stage: parameters for stage, parameters in by_stage.items() if parameters}
 
@@ -223,14 +222,14 @@ class PipelineStrategy(SharedReplica, Exact):
         """Step this rank's stages; hooks find meta tensors for other ranks' gradients, which have no norm."""
         others = [p for p in parameters_of(optimizer) if p.is_meta and p.requires_grad]
 
-        def with_stand_ins() -> Any:
+        def add_stand_ins() -> Any:
             loss = closure()
             for p in others:
                 p.grad = torch.empty_like(p)
             return loss
 
         try:
-            loss = self.precision_plugin._wrap_closure(self._module, optimizer, with_stand_ins)
+            loss = self.precision_plugin._wrap_closure(self._module, optimizer, add_stand_ins)
         except RuntimeError as error:
             if "meta tensor" not in str(error):
                 raise
@@ -242,9 +241,8 @@ class PipelineStrategy(SharedReplica, Exact):
         return loss
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm over all stages, () float64, with the bits of one device; collective."""
-        norm: Tensor = torch.linalg.vector_norm(self._norms(list(parameters), torch.float64))
-        return norm
+        """Return the norm over all stages, () float64, with the bits of one device; collective."""
+        return cast("Tensor", torch.linalg.vector_norm(self._norms(list(parameters), torch.float64)))
 
     def _norms(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> Tensor:
         """Norms of the gradients of all stages in the order of the parameters, float64, computed in `dtype`."""
@@ -265,7 +263,7 @@ class PipelineStrategy(SharedReplica, Exact):
     # Checkpoints are those of one device
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state, on rank zero; all ranks call it."""
+        """Return the whole state, on rank zero; collective."""
         state = super().lightning_module_state_dict()
         return state if self._placement is None else self._placement.full_state(state)
 
@@ -276,14 +274,14 @@ class PipelineStrategy(SharedReplica, Exact):
         super().load_model_state_dict({**checkpoint, "state_dict": local}, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on rank zero; all ranks call it."""
-        return checkpoints.gathered(super().optimizer_state(optimizer), self.is_global_zero, self._group)
+        """Return the whole state, on rank zero; collective."""
+        return checkpoints.gather_states(super().optimizer_state(optimizer), self.is_global_zero, self._group)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of this rank's parameters from the whole state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = parameters_of(optimizer)
-            local = {i: kept for i, kept in state["state"].items() if not parameters[i].is_meta}
+            local = {i: values for i, values in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
 
     def on_exception(self, exception: BaseException) -> None:
@@ -294,7 +292,7 @@ class PipelineStrategy(SharedReplica, Exact):
     def _restore(self, placement: StagePlacement) -> None:
         try:
             placement.restore(gather=not self._interrupted)
-        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind an error of their own
+        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind another error
             placement.restore(gather=False)
             raise
 

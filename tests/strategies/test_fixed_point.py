@@ -40,8 +40,8 @@ def filled(p: nn.Parameter, grads: Grads, addends: int) -> FixedPointSum:
 
 def added(p: nn.Parameter, grads: Grads) -> Tensor:
     total = filled(p, grads, len(grads))
-    assert total.flawed() == []
-    (found,) = total.divided(1.0)
+    assert total.flawed_names() == []
+    (found,) = total.divide(1.0)
     assert found is not None
     return found
 
@@ -148,7 +148,7 @@ def test_nor_is_it_changed_by_who_adds_what(dtype: torch.dtype, size: int, monke
             mine[number] = torch.tensor([-0.1, 1e-300, float("nan")], dtype=torch.float64)
             total = filled(nn.Parameter(p.detach()), grads[cuts[number] : cuts[number + 1]], len(grads))
             told = total.reduce(mine)
-            return total.divided(1.0)[0], told
+            return total.divide(1.0)[0], told
 
         with monkeypatch.context() as patch:
             for found, told in Ranks(size, patch)(rank):
@@ -184,7 +184,7 @@ def test_zeros_none_and_flaws() -> None:
     for late in (None, torch.tensor([1e-40, -3.0])):
         made["zero"].grad, made["late"].grad, made["empty"].grad = torch.zeros(2), late, torch.zeros(0)
         total.add()
-    zero, none, found, empty = total.divided(0.5)
+    zero, none, found, empty = total.divide(0.5)
     assert none is None
     assert [x.tolist() for x in (zero, found, empty) if x is not None] == [[0, 0], [0, -6], []]
     for bad in (float("nan"), float("inf"), -float("inf")):
@@ -192,8 +192,8 @@ def test_zeros_none_and_flaws() -> None:
         for value in (1.0, bad, 1.0):
             made["zero"].grad, made["late"].grad = torch.ones(2), torch.tensor([1.0, value])
             total.add()
-        assert total.flawed() == ["late"]
-        zero, _, late, _ = total.divided(1.0)
+        assert total.flawed_names() == ["late"]
+        zero, _, late, _ = total.divide(1.0)
         assert zero is not None
         assert zero.tolist() == [3, 3]
         assert late is None
@@ -203,7 +203,7 @@ def test_a_sum_is_infinite_only_where_its_mean_is() -> None:
     largest = torch.finfo(torch.float32).max
     p = nn.Parameter(torch.empty(2))
     total = filled(p, [torch.tensor([largest, -(2.0**100)])] * 8, 8)
-    mean, sums = total.divided(8.0)[0], total.divided(1.0)[0]
+    mean, sums = total.divide(8.0)[0], total.divide(1.0)[0]
     assert mean is not None
     assert sums is not None
     assert mean.tolist() == [largest, -(2.0**100)]

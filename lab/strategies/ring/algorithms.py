@@ -74,7 +74,7 @@ def all_reduce(links: Links, x: Tensor, combine: Combine) -> None:
 
 
 def unchunked_all_reduce(links: Links, x: Tensor, combine: Combine) -> None:
-    """The same as in the distributed tutorial: all of every rank's data goes around the ring: (n - 1) N."""
+    """Reduce as the distributed tutorial does: all of every rank's data goes around the ring: (n - 1) N."""
     passing, arriving = x.clone(), torch.empty_like(x)
     for _ in range(links.size - 1):
         wait_all([links.receive(arriving, links.previous), links.send(passing, links.next)])
@@ -85,22 +85,22 @@ def unchunked_all_reduce(links: Links, x: Tensor, combine: Combine) -> None:
 def reduce_scatter(links: Links, chunks: Sequence[Tensor], combine: Combine) -> None:
     """Combine `chunks[rank]` of all ranks; overwrites the other chunks: (n - 1) / n N.
 
-    Chunk c starts on rank c + 1, each rank adds its own part, and it ends on rank c.
+    Chunk c starts on rank c + 1, each rank adds its part, and it ends on rank c.
     """
     largest = max(chunks, key=len)
     buffers = [largest.new_empty(len(_pieces(largest)[0])) for _ in range(AHEAD)]
     for step in range(links.size - 1):
         leaving, coming = (chunks[(links.rank - step - back) % links.size] for back in (1, 2))
-        sent = [links.send(piece, links.next) for piece in _pieces(leaving)]
-        own = _pieces(coming)
-        theirs = [buffers[i % AHEAD][: len(piece)] for i, piece in enumerate(own)]
-        messages = [links.receive(piece, links.previous) for piece in theirs[:AHEAD]]
-        for i, (mine, piece) in enumerate(zip(own, theirs, strict=True)):
-            messages[i].wait()
-            combine(mine, piece)
-            if i + AHEAD < len(theirs):  # into the buffer that is free now
-                messages.append(links.receive(theirs[i + AHEAD], links.previous))
-        wait_all(sent)
+        sends = [links.send(piece, links.next) for piece in _pieces(leaving)]
+        local = _pieces(coming)
+        received = [buffers[i % AHEAD][: len(piece)] for i, piece in enumerate(local)]
+        receives = [links.receive(piece, links.previous) for piece in received[:AHEAD]]
+        for i, (piece, other) in enumerate(zip(local, received, strict=True)):
+            receives[i].wait()
+            combine(piece, other)
+            if i + AHEAD < len(received):  # into the buffer that is free now
+                receives.append(links.receive(received[i + AHEAD], links.previous))
+        wait_all(sends)
 
 
 def all_gather(links: Links, chunks: Sequence[Tensor]) -> None:
@@ -117,12 +117,12 @@ def broadcast(links: Links, x: Tensor, root: int) -> None:
     place = (links.rank - root) % links.size  # in the chain
     pieces = _pieces(x)
     coming = [links.receive(piece, links.previous) for piece in pieces] if place > 0 else []
-    sent = []
+    sends = []
     for i, piece in enumerate(pieces):
         wait_all(coming[i : i + 1])
         if place < links.size - 1:
-            sent.append(links.send(piece, links.next))
-    wait_all(sent)
+            sends.append(links.send(piece, links.next))
+    wait_all(sends)
 
 
 def reduce(links: Links, x: Tensor, combine: Combine, root: int) -> None:
@@ -131,7 +131,7 @@ def reduce(links: Links, x: Tensor, combine: Combine, root: int) -> None:
     pieces = _pieces(x)
     theirs = _pieces(torch.empty_like(x)) if place > 0 else []
     coming = [links.receive(piece, links.previous) for piece in theirs]
-    sent = []
+    sends = []
     for i, piece in enumerate(pieces):
         wait_all(coming[i : i + 1])
         if place > 0:
@@ -140,8 +140,8 @@ def reduce(links: Links, x: Tensor, combine: Combine, root: int) -> None:
         if links.rank == root:
             piece.copy_(combined)
         else:
-            sent.append(links.send(combined, links.next))
-    wait_all(sent)
+            sends.append(links.send(combined, links.next))
+    wait_all(sends)
 
 
 def gather(links: Links, x: Tensor, parts: Sequence[Tensor], root: int) -> None:
@@ -205,21 +205,21 @@ REDUCTIONS = {
 
 
 def reduction(op: object, dtype: torch.dtype) -> Reduction:
-    """The reduction for an operation of torch's; BadInput if only NCCL has it, or it can't be for this type.
+    """Return the reduction for an operation of torch's; BadInput if only NCCL has it, or not for this type.
 
     It fails before any message is sent, which the next collective would receive.
     """
     known = next((known for known in REDUCTIONS if op == known), None)
     if known is None:
         raise BadInput("backend", "ring", f"one of the operations {', '.join(op.name for op in REDUCTIONS)}")
-    found = REDUCTIONS[known]
+    result = REDUCTIONS[known]
     try:
-        if found.averages and not (dtype.is_floating_point or dtype.is_complex):
+        if result.averages and not (dtype.is_floating_point or dtype.is_complex):
             raise RuntimeError("integers have no mean of their type")
-        found.combine(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+        result.combine(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
     except RuntimeError as error:  # NotImplementedError is one
         raise BadInput("backend", "ring", f"another operation than {known.name} for {dtype}: {error}") from None
-    return found
+    return result
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

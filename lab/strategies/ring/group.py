@@ -17,9 +17,10 @@ from lab.strategies.ring.queue import Collective, Queue
 
 NAME = "ring"
 UNCHUNKED = "ring_unchunked"
+Tensors = list[Tensor]
 Options = Any  # torch's AllreduceOptions and the like
 ProcessGroup: Any = dist.ProcessGroup  # its methods have overloads and older names, which differ between versions
-Run = Callable[[list[Tensor], list[Tensor]], None]  # a collective, given its outputs and inputs as flat tensors
+Run = Callable[[Tensors, Tensors], None]  # a collective, given its outputs and inputs as flat tensors
 
 
 class RingGroup(ProcessGroup):
@@ -39,7 +40,7 @@ class RingGroup(ProcessGroup):
         self._queue, self._timeout, self._group_name = Queue(), MESSENGERS_TIMEOUT, ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """The backend's name."""
+        """Return the backend's name."""
         return self.name_of_backend
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
@@ -54,7 +55,7 @@ class RingGroup(ProcessGroup):
     group_name = property(getGroupName)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """For torch's question whether messages can be joined: gloo's can't."""
+        """Return the group that torch asks whether messages can be joined: gloo's can't."""
         return self._messenger
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -71,15 +72,15 @@ class RingGroup(ProcessGroup):
 
     # Messages are gloo's
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Send to a rank."""
         return self._messenger.send(tensors, dst, _check_tag(tag))
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Receive from a rank."""
         return self._messenger.recv(tensors, src, _check_tag(tag))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from any rank."""
         return self._messenger.recv_anysource(tensors, _check_tag(tag))
 
@@ -87,87 +88,83 @@ class RingGroup(ProcessGroup):
 
     # Collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Options = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Options = None) -> dist.Work:
         """Reduce every tensor over the ranks, in place."""
-        found = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
+        op = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
 
-        def run(xs: list[Tensor], _: list[Tensor]) -> None:
+        def run(xs: Tensors, _: Tensors) -> None:
             for x in xs:
-                self._all_reduce(self.links, x, found.combine)
-                self._finish(x, found)
+                self._all_reduce(self.links, x, op.combine)
+                self._finish(x, op)
 
         return self._add("all_reduce", run, tensors, [], opts)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], opts: Options) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Options) -> dist.Work:
         """Send the root's tensor to all, in place."""
         return self._add(
             "broadcast", lambda xs, _: algorithms.broadcast(self.links, xs[0], opts.rootRank), tensors, [], opts
         )
 
-    def reduce(self, tensors: list[Tensor], opts: Options) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Options) -> dist.Work:
         """Reduce the tensor over the ranks, in place on the root."""
-        found = reduction(opts.reduceOp, tensors[0].dtype)
+        op = reduction(opts.reduceOp, tensors[0].dtype)
 
-        def run(xs: list[Tensor], _: list[Tensor]) -> None:
-            algorithms.reduce(self.links, xs[0], found.combine, opts.rootRank)
+        def run(xs: Tensors, _: Tensors) -> None:
+            algorithms.reduce(self.links, xs[0], op.combine, opts.rootRank)
             if self.links.rank == opts.rootRank:
-                self._finish(xs[0], found)
+                self._finish(xs[0], op)
 
         return self._add("reduce", run, tensors, [], opts)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: list[Tensor], opts: Options = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None) -> dist.Work:
         """Gather each rank's tensors into `outputs[rank][i]`; a single one's into `outputs[0][rank]`."""
-        parts = [x for some in outputs for x in some]
-        for i, own in enumerate(inputs):
-            self._check("all_gather", parts[i :: len(inputs)], own)
+        parts = [x for of_rank in outputs for x in of_rank]
+        for i, x in enumerate(inputs):
+            self._check("all_gather", parts[i :: len(inputs)], x)
 
-        def run(parts: list[Tensor], inputs: list[Tensor]) -> None:
-            for i, own in enumerate(inputs):
+        def run(parts: Tensors, inputs: Tensors) -> None:
+            for i, x in enumerate(inputs):
                 chunks = parts[i :: len(inputs)]
-                chunks[self.links.rank].copy_(own)
+                chunks[self.links.rank].copy_(x)
                 algorithms.all_gather(self.links, chunks)
 
         return self._add("all_gather", run, parts, inputs, opts)
 
     allgather = allgather_coalesced
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
         """Gather each rank's tensors, one after the other in each output."""
-        for whole, own in zip(outputs, inputs, strict=True):
-            self._check("all_gather_into_tensor", [whole], own, self.links.size)
-        chunks = (whole.detach().view(-1).tensor_split(self.links.size) for whole in outputs)
-        return self.allgather_coalesced([*zip(*chunks, strict=True)], inputs, opts)
+        for output, x in zip(outputs, inputs, strict=True):
+            self._check("all_gather_into_tensor", [output], x, self.links.size)
+        chunks = (output.detach().view(-1).tensor_split(self.links.size) for output in outputs)
+        return self.allgather_coalesced([[*of_rank] for of_rank in zip(*chunks, strict=True)], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Options = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, x: Tensor, opts: Options = None) -> dist.Work:
         """Gather each rank's tensor, one after the other."""
-        return self.all_gather_single_coalesced([output], [own], opts)
+        return self.all_gather_single_coalesced([output], [x], opts)
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> dist.Work:
         """Reduce the inputs' parts over the ranks, each on its rank."""
         self._check("reduce_scatter", inputs[0], outputs[0])
         return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:
         """Reduce the parts of each input over the ranks, each on its rank."""
-        found = reduction(opts.reduceOp, outputs[0].dtype)
+        op = reduction(opts.reduceOp, outputs[0].dtype)
         for output, x in zip(outputs, inputs, strict=True):
             self._check("reduce_scatter_tensor", [x], output, self.links.size)
 
-        def run(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        def run(outputs: Tensors, inputs: Tensors) -> None:
             for output, x in zip(outputs, inputs, strict=True):
                 chunks = x.clone().tensor_split(self.links.size)
-                algorithms.reduce_scatter(self.links, chunks, found.combine)
-                self._finish(output.copy_(chunks[self.links.rank]), found)
+                algorithms.reduce_scatter(self.links, chunks, op.combine)
+                self._finish(output.copy_(chunks[self.links.rank]), op)
 
         return self._add("reduce_scatter", run, outputs, inputs, opts)
 
@@ -179,23 +176,23 @@ class RingGroup(ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options) -> dist.Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> dist.Work:
         """Gather each rank's tensor on the root."""
         parts = outputs[0] if outputs else []
         self._check("gather", parts, inputs[0])
         return self._add(
-            "gather", lambda xs, own: algorithms.gather(self.links, own[0], xs, opts.rootRank), parts, inputs, opts
+            "gather", lambda parts, xs: algorithms.gather(self.links, xs[0], parts, opts.rootRank), parts, inputs, opts
         )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> dist.Work:
         """Send each rank its part of the root's tensors."""
         parts = inputs[0] if inputs else []
         self._check("scatter", parts, outputs[0])
         return self._add(
-            "scatter", lambda own, xs: algorithms.scatter(self.links, own[0], xs, opts.rootRank), outputs, parts, opts
+            "scatter", lambda xs, ys: algorithms.scatter(self.links, xs[0], ys, opts.rootRank), outputs, parts, opts
         )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
         """Send each rank its tensor, and receive one from each."""
         self._check("all_to_all", [outputs[self.links.rank]], inputs[self.links.rank])
         return self._add("all_to_all", partial(algorithms.all_to_all, self.links), outputs, inputs, opts)
@@ -215,11 +212,11 @@ class RingGroup(ProcessGroup):
         """Wait until all ranks have called it."""
         return self._add("barrier", lambda *_: algorithms.barrier(self.links), [], [], opts)
 
-    def _check(self, name: str, parts: Sequence[Tensor], own: Tensor, share: int = 1) -> None:
+    def _check(self, name: str, parts: Sequence[Tensor], x: Tensor, share: int = 1) -> None:
         """Raise BadInput where a part has not `share` times a rank's elements, or another dtype."""
         for part in parts:
-            if part.numel() != share * own.numel() or part.dtype != own.dtype:
-                expected = f"{share * own.numel()} x {own.dtype} for {name}"
+            if part.numel() != share * x.numel() or part.dtype != x.dtype:
+                expected = f"{share * x.numel()} x {x.dtype} for {name}"
                 raise BadInput("backend", NAME, f"{expected}, got {part.numel()} x {part.dtype}")
 
     def _sizes(self, x: Tensor, rows: Sequence[int]) -> list[int]:
@@ -228,11 +225,11 @@ class RingGroup(ProcessGroup):
             raise BadInput("backend", NAME, f"{len(x)} rows in all for all_to_all_single, got {sum(counts)}")
         return [*counts]
 
-    def _finish(self, x: Tensor, found: Reduction) -> None:
-        if found.averages:
+    def _finish(self, x: Tensor, op: Reduction) -> None:
+        if op.averages:
             x.div_(self.links.size)
 
-    def _add(self, name: str, run: Run, outputs: list[Tensor], inputs: Sequence[Tensor], opts: Options) -> dist.Work:
+    def _add(self, name: str, run: Run, outputs: Tensors, inputs: Sequence[Tensor], opts: Options) -> dist.Work:
         for x in (*outputs, *inputs):
             if x.device.type != "cpu" or x.layout != torch.strided:
                 got = f"got {x.layout} on {x.device}"

@@ -46,7 +46,7 @@ class Collective(dist.Work):
         return True
 
     def get_future(self) -> Future:
-        """A future of its tensors."""
+        """Return a future of its tensors."""
         return self._future
 
     def is_completed(self) -> bool:
