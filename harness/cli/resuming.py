@@ -1,7 +1,7 @@
 """What a resumed run may do with each option: declared where the option is, checked here."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,11 @@ class OnResume:
 
 
 CALL, FREE, GROWS, FIXED = (OnResume(change) for change in Change)
+
+
+def rules_of(options: type) -> dict[str, OnResume]:
+    """Return what each option of a dataclass declares."""
+    return {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
 
 
 def check_same(

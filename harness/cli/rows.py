@@ -2,8 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -34,7 +33,7 @@ class Row(NamedTuple):
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a run has a fit or folder of this name, or torch's container of the rows an attribute."""
+    """Return whether a run has a fit or folder of this name, or torch's container of the rows an attribute."""
     return bool(re.fullmatch(r"teacher|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
 
 
@@ -55,39 +54,27 @@ def rows(config: Namespace) -> dict[str, Row]:
         BadInput: two rows have one name, or `--only` has a name that is neither a row's nor a variant's.
     """
     students, variants = getattr(config, STUDENTS, None) or {}, getattr(config, VARIANTS, None) or {}
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     for row in (Row(variant, student) for student in students or [None] for variant in variants):
-        if row.name in found:
-            expected = f"a name that gives no row the name of another; {row.name} is also one of {found[row.name].net}"
+        if row.name in by_name:
+            other = by_name[row.name].net
+            expected = f"a name that gives no row the name of another; {row.name} is also one of {other}"
             raise BadInput(row.net, students[row.student].name, expected)
-        found[row.name] = row
+        by_name[row.name] = row
     only: Sequence[str] | None = getattr(config, "only", None)
-    known = dict.fromkeys([*found, *(variants if students else ())])
-    named = set(pick(known, only))
-    return {name: row for name, row in found.items() if name in named or (students and row.variant in named - {*found})}
+    names = dict.fromkeys([*by_name, *(variants if students else ())])
+    named = set(pick(names, only))
+    variants_named = named - {*by_name} if students else set()
+    return {name: row for name, row in by_name.items() if name in named or row.variant in variants_named}
 
 
 def used(config: Namespace, key: str) -> list[str]:
-    """The names of those choices at a key that the wanted rows are made of."""
+    """Return the names of those choices at a key that the wanted rows are made of."""
     names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def chosen(config: Namespace, key: str) -> Any:
-    """What is chosen at a key, which may be one of several by names: `students.small`."""
+    """Return what is chosen at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
     return getattr(config, first)[name] if name else getattr(config, first)
-
-
-@contextmanager
-def flags_of(wanted: Iterable[Row]) -> Iterator[None]:
-    """Errors of a row, by its name below `--variants`, get its variant's flag, and its student if there are several."""
-    try:
-        yield
-    except BadInput as fault:
-        for row in wanted:
-            flag = f"{VARIANTS}.{row.name}"
-            if row.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
-                whole = f"{VARIANTS}.{row.variant}{fault.argument.removeprefix(flag)}"
-                raise BadInput(whole, fault.value, f"{fault.expected} (for --{row.net})") from None
-        raise

@@ -65,14 +65,15 @@ def at_home(value: Any) -> Any:
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
-    """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
+    """Return the mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
         values = yamls.load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        fault = f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
+        fault = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            fault = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise BadInput(flag, path, f"YAML; {fault}") from error
     if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
@@ -80,7 +81,7 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
 
 
 def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
-    """Nested settings as a layer; lists stay whole."""
+    """Return nested settings as a layer; lists stay whole."""
     settings: dict[str, Setting] = {}
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
@@ -93,7 +94,7 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
+    """Yield nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
 
     A name with dots is one for each level: `trainer.max_epochs: 1` is `trainer: {max_epochs: 1}`.
     """

@@ -46,7 +46,7 @@ def call(name: str, options: Mapping[str, Any]) -> str:
 
 
 def settings(config: Namespace) -> dict[str, Any]:
-    """How all nets of an experiment are trained: `training` in words, and each setting by itself."""
+    """Return how all nets of an experiment are trained: `training` in words, and each setting by itself."""
     trainer, data = config.trainer.init_args, config.data
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
     length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
@@ -70,7 +70,7 @@ def settings(config: Namespace) -> dict[str, Any]:
 
 
 def options_of_all(config: Namespace) -> list[str]:
-    """Names of the options of all objectives of an experiment."""
+    """Return names of the options of all objectives of an experiment."""
     return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
 
 
@@ -96,7 +96,7 @@ def log_run(
 
 
 def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:
-    """The events of a row; `more` names settings that other rows have.
+    """Return the events of a row; `more` names settings that other rows have.
 
     The table has the columns that some row of it names, so all rows of an experiment name the same ones.
     """

@@ -130,7 +130,7 @@ def _stop_after_save() -> Iterator[None]:
         with signals.defer_signals():
             yield
     except (SystemExit, ProcessExitedException) as stop:
-        if getattr(stop, "code", signals.SAVED) == signals.SAVED:
+        if isinstance(stop, ProcessExitedException) or stop.code == signals.SAVED:
             signals.stop_if_requested()
         raise
     signals.stop_if_requested()

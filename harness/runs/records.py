@@ -93,7 +93,7 @@ class NetRecord:
     samples: Mapping[str, str | list[float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Its figures, its samples and its other fields side by side."""
+        """Return its figures, its samples and its other fields side by side."""
         named = {"objective": self.objective, **({"net": self.net} if self.net else {})}
         failed = None if self.failed is None else asdict(self.failed)
         ended = {"failed": failed, "trained_epochs": self.trained_epochs, "epochs": self.epochs}
@@ -101,7 +101,7 @@ class NetRecord:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "NetRecord":
-        """The record again; LookupError or TypeError if it is none."""
+        """Return the record again; LookupError or TypeError if it is none."""
         fields = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
         others = {name: value for name, value in facts.items() if name not in fields}
         samples = {name: value for name, value in others.items() if isinstance(value, str | list)}
@@ -181,5 +181,5 @@ def reading(
     except BadInput:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise BadInput(flag, path, f"{expected} ({said})") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, path, f"{expected} ({cause})") from error

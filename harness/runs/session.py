@@ -43,7 +43,7 @@ class Session:
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
-        self._told: set[str] = set()
+        self._notices: set[str] = set()
 
     @cached_property
     def trainer(self) -> MakeTrainer:
@@ -62,7 +62,7 @@ class Session:
         return "data" in vars(self)
 
     def with_settings(self, **settings: Any) -> "Session":
-        """A copy with other settings, which makes Trainers of its own and has the same data and folder."""
+        """Return a copy with other settings, which makes Trainers of its own and has the same data and folder."""
         other = copy.copy(self)
         other.config = Namespace(**{**vars(self.config), **settings})
         vars(other).pop("trainer", None)
@@ -79,7 +79,7 @@ class Session:
         return self.config.trainer.init_args["logger"] is not False
 
     def loggers(self, fit: str) -> list[Logger]:
-        """Those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
+        """Return those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
         return loggers.make_loggers(
             self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
         )
@@ -90,7 +90,7 @@ class Session:
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
-        """A Trainer that can divide the data among its devices; BadInput if it can't."""
+        """Return a Trainer that can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         self.loggers("check")
         sampler = trainer.distributed_sampler_kwargs or {}
@@ -100,8 +100,8 @@ class Session:
 
     def tell(self, line: str) -> None:
         """Print a notice, once."""
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._notices:
+            self._notices.add(line)
             notice(line)
 
     def announce(self) -> None:
@@ -172,7 +172,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 
 
 def load_data(config: Namespace) -> InMemoryData:
-    """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
+    """Return the chosen data module, set up by rank zero first; limits threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
         net_class = imported(teacher.class_path, "teacher")
@@ -196,7 +196,7 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     deleted = {place.absolute() for place in inside}
     for flag, value in settings.items():
         if isinstance(value, str):
-            given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
-            if Path(given) in deleted:
+            path = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
+            if Path(path) in deleted:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)

@@ -115,7 +115,7 @@ class RunsLogger(Logger):
 
 
 def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
-    """A writer of a run's events, or of a part of them, after purging those of an interrupted session."""
+    """Return a writer of a run's events, or of a part of them, after purging those of an interrupted session."""
     if purge_step:  # TensorBoard sorts event files by second, then by process: a new file must be the last
         while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(0.02)
@@ -135,14 +135,14 @@ def _has_layout(folder: Path) -> bool:
 
 
 def layout(score: str) -> dict[str, dict[str, list[Any]]]:
-    """The charts of the CUSTOM SCALARS tab, by category and title."""
+    """Return the charts of the CUSTOM SCALARS tab, by category and title."""
     # TensorBoard takes a chart's tags as the beginning of what it shows.
     main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if _is_of(tag, score)}
     return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
 
 
 def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """The charts of means with their ranges, for these tags."""
+    """Return the charts of means with their ranges, for these tags."""
     charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
     return {"means over seeds": charts}
 
@@ -170,7 +170,7 @@ def log_text(folder: Path, tag: str, text: str) -> None:
 
 
 def indented(text: str) -> str:
-    """The text as a Markdown code block, shown verbatim."""
+    """Return the text as a Markdown code block, shown verbatim."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 

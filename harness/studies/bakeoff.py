@@ -183,16 +183,16 @@ class BakeOff:
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 
-def _count_steps(run: Session, trainer: Trainer, epochs: int | None = None) -> float:
+def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> float:
     """Count the optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
-    options = run.config.trainer.init_args
-    steps_per_epoch = math.ceil(run.data.train_batches(trainer) / options["accumulate_grad_batches"])
+    options = session.config.trainer.init_args
+    steps_per_epoch = math.ceil(session.data.train_batches(trainer) / options["accumulate_grad_batches"])
     limits = [steps_per_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]]
     return min((steps for steps in limits if steps >= 0), default=math.inf)
 
 
 def _list_members(folder: Path, fit: str) -> Iterator[str]:
-    """The students in the record of a fit or, if it is not finished, in its checkpoint."""
+    """Yield the students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
         yield from FitRecord.read(record).nets

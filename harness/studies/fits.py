@@ -76,7 +76,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
 
 
 def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
-    """Whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
+    """Return whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
 
     Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """

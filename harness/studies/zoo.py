@@ -17,21 +17,21 @@ from lit_modules.distillation import Distillation
 
 def methods(named: Mapping[str, str]) -> dict[str, str]:
     """Classes whose options all have defaults: by the names that `named` gives some, others by theirs in lower case."""
-    names = {found: name for name, found in named.items()}
-    return {names.get(found, found.lower()): found for found, missing in needs().items() if not missing}
+    names = {method: name for name, method in named.items()}
+    return {names.get(method, method.lower()): method for method, missing in needs().items() if not missing}
 
 
 def needs() -> dict[str, list[str]]:
-    """For each method, by its class's name, the options that have no default; a Sum is none by itself."""
+    """Return for each method, by its class's name, the options that have no default; a Sum is none by itself."""
     return {
-        name: [option for option, value in options_of(found).defaults.items() if value is Missing]
-        for name, found in Classes((objectives.Objective,), objectives).known.items()
-        if found is not objectives.Sum
+        name: [option for option, value in options_of(method).defaults.items() if value is Missing]
+        for name, method in Classes((objectives.Objective,), objectives).by_name.items()
+        if method is not objectives.Sum
     }
 
 
 def _is_default(choice: cli.Choice) -> bool:
-    """Whether a method has its default options."""
+    """Return whether a method has its default options."""
     return choice.init_args == options_of(imported(choice.class_path, "variants")).defaults
 
 

@@ -39,7 +39,7 @@ def with_samples(correct: int, seed: int) -> NetRecord:
         "confidence": np.full(TEST, 0.75), "kl": np.full(TEST, 0.5), "agreement": predicted == truth,
     }  # fmt: skip
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    means, packed = samples.recorded(Classification(CLASSES), tensors)
+    means, packed = samples.summarize(Classification(CLASSES), tensors)
     rows = [{"train/loss": 2.0 / (epoch + seed + 1), "val/acc": 0.5 + 0.1 * epoch} for epoch in range(3)]
     record = student(correct)
     return replace(record, figures={**record.figures, **means}, samples=packed, epochs=rows)
@@ -93,14 +93,14 @@ def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> 
         right = [each == truth for each in predicted]
         epochs = [[{"train/loss": u, "val/acc": 1 - u} for u in generator.random(240).tolist()] for _ in seeds]
         kept = {
-            "test_right": [samples.bits(each) for each in right],
-            "test_predicted": [samples.classes(each) for each in predicted],
+            "test_right": [samples.pack_bits(each) for each in right],
+            "test_predicted": [samples.pack_classes(each) for each in predicted],
         }
         return {"scores": {"test_acc": [float(each.mean()) for each in right]}, "epochs": epochs, "samples": kept}
 
     names = ["ce", *(f"method{number}" for number in range(26))]
     students = {name: replace(found.students["kd"], **entry()) for name in names}
-    teacher = replace(found.teacher, **entry(), sampled={"test_labels": samples.classes(truth)})
+    teacher = replace(found.teacher, **entry(), sampled={"test_labels": samples.pack_classes(truth)})
     zoo = replace(found, seeds=[*seeds], students=students, teacher=teacher, classes=[*"0123456789"])
 
     def noise(places: Any) -> np.ndarray:

@@ -171,12 +171,12 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
 
 
 def _baseline(entry: StudentResults, first: Run) -> str:
-    """The student of the first run that a row is compared with."""
+    """Return the student of the first run that a row is compared with."""
     return entry.baseline if entry.variant else first.experiment.baseline
 
 
 def _axis(runs: Sequence[Run], setting: str) -> Axis:
-    """The setting, and its number in each run."""
+    """Return the setting, and its number in each run."""
     values = {run.name: run.setting(setting) for run in runs}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -189,12 +189,12 @@ def _axis(runs: Sequence[Run], setting: str) -> Axis:
 
 
 def _by_seed(run: Run, name: str) -> dict[int, float | None]:
-    """A row's score with each seed."""
+    """Return a row's score with each seed."""
     return dict(zip(run.seeds, run.entries[name].scores[run.kind.metric.name], strict=True))
 
 
 def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
-    """A run's row; its differences are to the scores `base`, by seed."""
+    """Return a run's row; its differences are to the scores `base`, by seed."""
     scores = _by_seed(run, name)
     common = [seed for seed in base if seed in scores]
     differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])

@@ -80,7 +80,7 @@ class Options(cli.OneSeedOptions):
 
 
 def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
-    """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
+    """Return the default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
 
     `default` where no run is named, None where the run has no such file; BadInput if the data are not of class `kind`.
     """
@@ -112,14 +112,14 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise BadInput(flag, value, f"a net that can be quantised; it says: {said}") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {cause}") from error
     finally:
         logging.disable(logging.NOTSET)
 
 
 def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
+    """Return images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
 
     Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
     """
@@ -136,7 +136,7 @@ class Builder:
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
 
     def fresh(self) -> LitClassifier:
-        """The module of a student that is trained here."""
+        """Return the module of a student that is trained here."""
         net = build_net(self.run, STUDENT, self.seed)
         return LitClassifier(net, self.data.num_classes, seed=self.seed)
 
@@ -150,7 +150,7 @@ class Builder:
             raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
 
     def student(self) -> tuple[nn.Module, Spec]:
-        """The student of `--run`, or one that is trained now, and how to rebuild it."""
+        """Return the student of `--run`, or one that is trained now, and how to rebuild it."""
         if self.config.run is not None:
             return self.read(self.config.run, "run")
         self.train()
@@ -159,16 +159,16 @@ class Builder:
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
         """A folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken, or unfit for the data."""
         spec, net = read_spec(folder, flag), load_net(folder, flag).float()
-        wanted = tuple(self.data.input_shape)
-        if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
-            raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
+        shape = tuple(self.data.input_shape)
+        if (net_shape := tuple(spec["init_args"].get("input_shape", shape))) != shape:
+            raise BadInput(flag, folder, f"a net for inputs {shape}, as this data has them; it is for {net_shape}")
         match_classes(self.run, net, flag, folder, may_move=flag == "teacher")  # what is exported stays as it is
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (*self.data.label_shape, self.data.num_classes), flag)
         return net, spec
 
     def teacher(self, objective: Any) -> nn.Module | None:
-        """The teacher, if the objective needs one: `--teacher`, or that beside the student of `--run`."""
+        """Return the teacher, if the objective needs one: `--teacher`, or that beside the student of `--run`."""
         folder = self.config.teacher
         if not objective.uses_teacher and folder is not None:
             raise BadInput("teacher", folder, f"none, as {self.config.objective.name} asks none; or --objective Hinton")
@@ -178,14 +178,14 @@ class Builder:
         return None if folder is None else self.read(folder, "teacher")[0]
 
     def aware(self, net: nn.Module) -> Quantized:
-        """The module of quantisation-aware training."""
+        """Return the module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
         options |= {**learning(self.config, self.data), "labelled": self.data.labelled is None}
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:
-        """The int8 net of quantisation-aware training, which a resumed run does not repeat."""
+        """Return the int8 net of quantisation-aware training, which a resumed run does not repeat."""
         module, folder = self.aware(net), self.run.out / f"seed{self.seed}" / NAME
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():
@@ -203,8 +203,8 @@ class Builder:
                 if self.run.tensorboard:
                     log_row(self.run, self.seed, arm, spec, {"test_acc": outcome.scores[f"{NAME}/test/acc"]})
                 with atomic(best) as temporary:
-                    found = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
-                    torch.save(found, temporary)
+                    content = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
+                    torch.save(content, temporary)
         if is_main_process():
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
@@ -232,12 +232,12 @@ class Builder:
         """Raise BadInput if the data are set as those of the student's run, and have other samples now."""
         folder = Path(self.config.run).resolve().parent.parent
         settings = folder / "config.yaml"
-        known = sources.load(settings, "run").get("data") if settings.is_file() else None
-        if known == self.run.parser.as_dict(self.config)["data"]:
+        data = sources.load(settings, "run").get("data") if settings.is_file() else None
+        if data == self.run.parser.as_dict(self.config)["data"]:
             samples.check_samples(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
-        """The net of each format, in eval mode on the CPU."""
+        """Return the net of each format, in eval mode on the CPU."""
         images, _ = images_of(self.data, "train", self.config.calibration_size)
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
         return {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from harness.reports.figures import GREY, figure
 from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, short
-from harness.studies.study import Header
+from harness.studies.study import StudyHeader
 from lab.studies.attention.measure import Row
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ IMAGES = {
 }
 
 
-def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
     noted, said, peak = notes(rows, missing), peaks(header, rows), header["peak"]["tflops_per_second"]
     of = grouped(rows, lambda row: row["part"])
@@ -168,7 +168,7 @@ def every(rows: Sequence[Row]) -> Table:
 # Notes
 
 
-def peaks(header: Header, rows: Iterable[Row]) -> str:
+def peaks(header: StudyHeader, rows: Iterable[Row]) -> str:
     """The peak of each type, and how it was found."""
     lines = []
     products = [row for row in rows if row["part"] == "matmul"]

@@ -8,7 +8,7 @@ from typing import Any
 from harness.reports.figures import GREY, Axes, figure
 from harness.reports.report import Code, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
-from harness.studies.study import Header
+from harness.studies.study import StudyHeader
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
 from lab.studies.pipeline.measure import Row, Timeline
 
@@ -41,7 +41,7 @@ def mean_seconds(row: Row) -> float:
 
 
 def report(
-    header: Header,
+    header: StudyHeader,
     rows: Sequence[Row],
     timelines: Mapping[str, Timeline],
     cases: Mapping[str, Case],
