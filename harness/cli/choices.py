@@ -83,7 +83,7 @@ class Resolver:
         return values
 
     def _value(self, flag: str) -> Any:
-        """Return the value at a flag; with settings below it, the mapping that they make."""
+        """Return the value of a flag or, if there are settings below it, their mapping."""
         value = self.settings.get(flag, Setting(Missing)).value
         mapping: dict[str, Any] = {}
         for name, inner in self._below(flag).items():
@@ -110,7 +110,7 @@ class Resolver:
             raise error
 
     def _expected(self, flag: str, plain: Sequence[str]) -> str:
-        """Return what would have been right in place of a flag that does not exist."""
+        """Say what is expected in place of a flag that does not exist."""
         if flag in OF_A_CALL:
             return "it on the command line alone"
         if flag.endswith(".init_args"):

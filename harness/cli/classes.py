@@ -58,7 +58,7 @@ class Classes:
         return {name: value for name, value in classes.items() if issubclass(value, bases)}
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
-        """The class of this name or import path, with the options that the name sets; BadInput if it can't be used."""
+        """Find a class by name or import path, and the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
@@ -90,7 +90,7 @@ class Classes:
 
 
 def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
-    """The class at an import path, first of the working directory; BadInput, with near names, if it is not there."""
+    """Import a class by its path, from the working directory first; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
@@ -125,7 +125,7 @@ def _is_choice(value: Any) -> bool:
 
 
 def plain(chosen: Any) -> Any:
-    """Return a choice as YAML has it, or a list or mapping of choices."""
+    """Convert a choice, or a list or mapping of choices, to plain data for YAML."""
     if isinstance(chosen, dict):
         return {name: plain(entry) for name, entry in chosen.items()}
     if isinstance(chosen, list):
@@ -138,7 +138,7 @@ def plain(chosen: Any) -> Any:
 
 
 def build(choice: Any, key: str, **extra: Any) -> Any:
-    """A new instance of a choice as `Parser.parse` gives it, or of each in a list, and of what its options choose.
+    """Build a choice of `Parser.parse`, or each choice of a list, and what its options choose.
 
     `key` is where it stands on the command line; `extra` arguments are passed if the constructor takes them.
 
@@ -153,12 +153,12 @@ def build(choice: Any, key: str, **extra: Any) -> Any:
 
 
 def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
-    """Return the chosen class with its options bound, waiting for positional arguments; it can be pickled."""
+    """Bind the options of the chosen class, which then takes positional arguments; the result can be pickled."""
     return functools.partial(imported(choice.class_path, key), **arguments(choice, key, **extra))
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
-    """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
+    """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
     options, init_args = options_of(imported(choice.class_path, key)), choice.init_args
     chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
     with refusals(choice, key):

@@ -99,7 +99,7 @@ def _of_files(error: BaseException) -> str:
 
 
 def _lost(error: BaseException) -> str | None:
-    """Return which process died or had too little memory, and what helps."""
+    """Say which process died or had too little memory, and what helps."""
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}"
@@ -125,7 +125,7 @@ def near(name: Any, names: Iterable[str], prefix: str = "") -> str:
 
 
 def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
-    """As `near`, and flags whose last word is this one's, or what other programs call by it."""
+    """Extend `near` by flags with the same last word, and by those that other programs call by this name."""
     flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
@@ -137,7 +137,7 @@ def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def words(hint: Any) -> str:
-    """Return what a value of this type is, for users."""
+    """Describe values of this type to users."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in WORDS:
         return WORDS[hint]

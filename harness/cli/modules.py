@@ -21,7 +21,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def hidden_file(name: str) -> str:
-    """For the end of a message: the file of this module in the working directory, if another module has its name."""
+    """End a message with this module's file in the working directory, if another module has its name."""
     top = name.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None)
     files = (path for path in (Path(top, "__init__.py"), Path(f"{top}.py")) if path.is_file())

@@ -133,7 +133,7 @@ class Parser:
         self._defaults |= layer(default, key=key)
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
-        """Return the configuration: defaults, then YAML files in their order, then flags.
+        """Read the configuration: defaults, then YAML files in their order, then flags.
 
         Each choice is a `Choice`, the variants a dict of them, `trainer` a `Choice` of Lightning's; plain options are
         as their dataclass has them. With `resume`, settings come from the folder's config.yaml.
@@ -183,7 +183,7 @@ class Parser:
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag_of(self, argument: str) -> str | None:
-        """The flag of what an object refuses when it is used: the argument, or the only flag that ends with it."""
+        """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it."""
         places = [argument, *(f"{owner}.{argument}" for owner in ONLY_ONE)]
         endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
         return next((flag for flag in places if flag in self._parsed), endings[0] if len(endings) == 1 else None)
@@ -226,7 +226,7 @@ class Parser:
         return Namespace(**choices, **vars(self._options(settings)))
 
     def _resolve(self, settings: Layer) -> tuple[Resolver, dict[str, Any]]:
-        """Return the second pass: choices with their options; flags may still be missing or unknown."""
+        """Do the second pass: choices with their options; flags may still be missing or unknown."""
         settings, replaced = self._drop_replaced(settings)
         resolver, choices = Resolver(settings, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
@@ -338,7 +338,7 @@ class Parser:
         check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
-        """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        """Name all choices but the optimizer in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
         parts = {}
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
@@ -357,7 +357,7 @@ class Parser:
         return choices | only | options
 
     def dump(self, config: Namespace, of_run: bool = False) -> str:
-        """The configuration as YAML, `of_run` without what is of one call; as `--config` it gives the same again."""
+        """Write the configuration as YAML for `--config`; `of_run` leaves out options of a single call."""
         settings = self.as_dict(config).items()
         kept = {key: value for key, value in settings if not (of_run and self.on_resume(key) is CALL)}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)

@@ -67,7 +67,7 @@ def check_same(
 
 
 def _is_more(flag: str, was: Any, now: Any) -> bool:
-    """Whether a list has all of the entries before, a number is larger, or a switch is now on; -1 and None are none."""
+    """Return whether a list has all earlier entries, a number is larger, or a switch is on; -1 and None are none."""
     if isinstance(was, list):
         return set(was) <= set(now) if isinstance(now, list) else flag == "only"  # without --only, all are wanted
     return now is True if was is False else type(was) is type(now) is int and 0 < was < now

@@ -38,7 +38,7 @@ def is_reserved(name: str) -> bool:
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
-    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
+    """Pick the variants of `only` in their own order; all if it is None, BadInput for an unknown name or none."""
     for name in only or ():
         if name not in variants:
             raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
@@ -48,7 +48,7 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
 
 
 def rows(config: Namespace) -> dict[str, Row]:
-    """The rows that `--only` wants, by name; with `--students`, a variant's name in it stands for all of its rows.
+    """Return the rows of `--only` by name; with `--students`, a variant's name stands for all of its rows.
 
     Raises:
         BadInput: two rows have one name, or `--only` has a name that is neither a row's nor a variant's.

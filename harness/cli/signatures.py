@@ -47,7 +47,7 @@ class Signature:
             action.required = False
 
     def check(self, name: str, value: Any, key: str = "") -> Any:
-        """The value converted to the option's type, or BadInput; text is read as YAML where the type is not text."""
+        """Convert a value to the option's type, or raise BadInput; text is YAML where the type is not text."""
         flag = f"{key}.{name}" if key else name
         if name not in self.hints:
             raise BadInput(flag, value, self.alternatives(name))
@@ -92,7 +92,7 @@ class Signature:
         return yaml.safe_load(self._parser.dump(Namespace({name: value}), skip_validation=True))[name]
 
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with new instances of the classes among them and functions in place of their names."""
+        """Instantiate the classes among the values, and replace names of functions by the functions."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
 
 
@@ -122,7 +122,7 @@ options_of = functools.cache(Signature)  # of a class, and of a frozenset of arg
 
 
 def kinds_of(hint: Any) -> Iterator[Any]:
-    """Yield the types that a type is made of; what is wanted as a class or function is not looked into."""
+    """Yield the types that a type is made of, but not those inside `type[...]` and `Callable[...]`."""
     if typing.get_origin(hint) not in {type, Callable}:
         yield hint
         for argument in typing.get_args(hint):

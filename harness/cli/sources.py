@@ -27,7 +27,7 @@ Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
-    """Layers of the files in their order, then of the flags, whose values stay text or lists; and the bare flags."""
+    """Read layers of the files in their order, then of the flags, whose values stay text or lists; and bare flags."""
     pairs: list[tuple[str, list[str]]] = []
     for token in ("--help" if token == "-h" else token for token in argv):
         if token.startswith("--"):
@@ -56,7 +56,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
 
 
 def at_home(value: Any) -> Any:
-    """A path that begins with `~/`, or a list of them, below the home: a shell leaves `--out=~/x` and `[~/x]` alone."""
+    """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone."""
     if isinstance(value, list):
         return [at_home(entry) for entry in value]
     if not isinstance(value, str):
@@ -94,7 +94,7 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
+    """Yield nested settings as flags and values; with `lists`, also the entries of lists that hold mappings.
 
     A name with dots is one for each level: `trainer.max_epochs: 1` is `trainer: {max_epochs: 1}`.
     """
@@ -114,7 +114,7 @@ def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, A
 
 @contextmanager
 def as_written(settings: Layer) -> Iterator[None]:
-    """Errors show a value as it was written, and the file in which it was."""
+    """Let errors show a value as it was written, and the file in which it was."""
     try:
         yield
     except BadInput as error:

@@ -80,7 +80,7 @@ def _first_sentence(about: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as it may be given."""
+    """Write a value as a flag takes it."""
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         value = list(value) if isinstance(value, tuple) else value
         value = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()

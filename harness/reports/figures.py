@@ -73,7 +73,7 @@ class Dot:
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
-    """A PNG. Left: each student's seeds, mean and 95 % interval, from top to bottom. Right: the mean against `cost`.
+    """Draw a PNG: left each student's seeds, mean and 95 % interval, right the mean against `cost`.
 
     All dots have one metric; `teacher`, the teacher's mean in its unit, is drawn as a line.
     """
@@ -91,7 +91,7 @@ def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None)
 
 
 def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
-    """A PNG: a line for each name, with mean and 95 % interval of its dots, whose `cost` is the place on the axis.
+    """Draw a PNG: a line for each name, with mean and 95 % interval of its dots, at their `cost` on the axis.
 
     The axis is logarithmic where places differ tenfold.
     """
@@ -117,7 +117,7 @@ def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
 
 
 def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
-    """The 95 % interval of the mean of values in the metric's unit, within its limits; the mean twice where none is."""
+    """Compute the 95 % interval of the mean, within the metric's limits; without an interval, the mean twice."""
     interval, (least, most) = t_interval(values), metric.limits
     if interval["low"] is None or interval["high"] is None:
         return (statistics.mean(values),) * 2
@@ -168,7 +168,7 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights from 0 to 1, moved as little as keeps them `gap` apart, in the sense of least squares."""
+    """Move ascending heights in 0 to 1 as little as keeps them `gap` apart, by least squares."""
     groups: list[tuple[float, int]] = []  # neighbours that touch: the lowest one's height, and how many they are
     for place, target in enumerate(heights):
         height, size = target - gap * place, 1

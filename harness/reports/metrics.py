@@ -26,7 +26,7 @@ def paired_differences(values: Sequence[float | None], baseline: Sequence[float 
 
 
 def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
-    """Return one line that says which students differ from the baseline by more than the noise between seeds.
+    """Say in one line which students differ from the baseline by more than the noise between seeds.
 
     `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
     """
@@ -48,7 +48,7 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
 
 
 def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
-    """What so many seeds can show where they showed differences of this deviation, and what a third of that would take.
+    """Say what difference so many seeds can show, given this deviation, and how many seeds a third of it takes.
 
     It is not corrected for several comparisons, of which Holm's correction depends on the others' differences. Of two
     seeds nothing is said: they leave it open over a factor of 70.
@@ -67,7 +67,7 @@ def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
 
 
 def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:
-    """One line for a table sorted by the metric: how far the first of equal students is ahead; empty where unknown."""
+    """Say for a sorted table how far the first of equal students is ahead by chance; empty where unknown."""
     whole = np.array([values for values in rows if None not in values], dtype=float)
     if whole.ndim < 2 or min(whole.shape) < 2:
         return ""

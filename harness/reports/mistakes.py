@@ -21,7 +21,7 @@ def predictions(net: NetResults, count: int) -> np.ndarray:
 
 
 def confusions(results: Results) -> dict[str, np.ndarray]:
-    """Return for each net the shares (classes, classes) of a class's samples, in rows, that were taken for a class."""
+    """Compute, for each net, the shares (classes, classes) of a class's samples, in rows, taken for each class."""
     truth = samples.labels(results)
     size, shares = _classes(results, truth), {}
     for name, net in results.nets.items():
@@ -45,7 +45,7 @@ def class_names(results: Results) -> list[str]:
 
 
 def frequent(results: Results) -> list[tuple[int, int, float]]:
-    """The pairs of classes that students confuse most: label, class, share of the label's samples over all students."""
+    """Find the classes that students confuse most: label, class, share of the label's samples over all students."""
     of_students = [shares for name, shares in confusions(results).items() if name != "teacher"]
     if not of_students:
         return []
@@ -57,7 +57,7 @@ def frequent(results: Results) -> list[tuple[int, int, float]]:
 
 
 def most_confused(results: Results) -> list[tuple[int, int, int, float]]:
-    """The samples that most students got wrong: row, label, what most took it for, share of nets that were wrong."""
+    """Find the samples that most nets got wrong: row, label, what most took it for, share of nets that were wrong."""
     truth = samples.labels(results)
     by_student = [predictions(net, len(truth)) for net in results.students.values()]
     predicted = np.concatenate(by_student) if by_student else np.zeros((0, len(truth)), dtype=np.int64)
@@ -78,7 +78,7 @@ def places(results: Results) -> np.ndarray:
 
 
 def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
-    """Return a PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
+    """Draw a PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
     down = -(-len(images) // ACROSS)
     with figure(11, 1.75 * down) as (drawn, png):
         axes = [*drawn.subplots(down, ACROSS, squeeze=False).flat]
@@ -94,7 +94,7 @@ def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
 
 
 def titles(results: Results) -> list[str]:
-    """Return of each of the most confused samples what it is, and what most took it for."""
+    """Write for each of the most confused samples what it is, and what most took it for."""
     names = [name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…" for name in class_names(results)]
     return [
         f"{names[truth]}\nas {names[taken]}, {100 * share:.0f} %" for _, truth, taken, share in most_confused(results)

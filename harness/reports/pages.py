@@ -38,7 +38,7 @@ def markdown(results: Results) -> str:
 
 
 def _another_test_set(results: Results) -> list[str]:
-    """Return the intervals that stand for another test set of this size, too; nothing where none can be given."""
+    """Write the intervals that also hold for other test sets of this size; nothing where there are none."""
     metric, rows = results.metric, []
     for name, student in results.students.items():
         if student.delta_vs_ce is None or name == student.baseline or student.baseline not in results.students:
@@ -132,7 +132,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _labels(results: Results) -> list[str]:
-    """Return a line that says which labels students and teacher had, if the students had only some."""
+    """Say which labels students and teacher had, if the students had only some."""
     config, total = results.config, results.data.get("train")
     labelled = (config.get("data") or {}).get("init_args", {}).get("labelled")
     if labelled is None:
@@ -142,7 +142,7 @@ def _labels(results: Results) -> list[str]:
 
 
 def _kept_teacher(results: Results) -> list[str]:
-    """Return a line that says for how many epochs the teacher was trained, if the run has grown since."""
+    """Say for how many epochs the teacher was trained, if the run has grown since."""
     epochs, now = results.teacher.max_epochs, planned_epochs(results)
     if results.config.get("teacher_epochs") is not None:
         return []
@@ -156,7 +156,7 @@ def planned_epochs(run: Header) -> int | None:
 
 
 def ended_early(run: Header) -> list[str]:
-    """A line on the nets of a run that did not train for as many epochs as planned; nothing of other experiments."""
+    """Say which nets of a run trained for fewer epochs than planned; nothing of other experiments."""
     if not isinstance(run, Results):
         return []
     students = {name: student.trained_epochs for name, student in run.students.items()}
@@ -165,7 +165,7 @@ def ended_early(run: Header) -> list[str]:
 
 
 def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None]) -> list[str]:
-    """Return a line that says after how many epochs nets ended that did not train for as many as planned.
+    """Say which nets trained for fewer epochs than planned, and for how many.
 
     Args:
         trained: for each net the epochs of each seed.

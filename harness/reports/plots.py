@@ -55,7 +55,7 @@ class Pair(dict[str, Any]):
 
 
 def compared_pairs(results: Results) -> list[Pair]:
-    """All pairs of students with two common seeds or more, as `one` minus `other`, with p corrected for all of them."""
+    """Compare all pairs of students with two common seeds or more, as `one` minus `other`, with corrected p."""
     metric, students = results.metric, results.students
     tested: dict[str, tuple[str, str, Interval]] = {}
     raw: dict[str, float | None] = {}
@@ -72,7 +72,7 @@ def compared_pairs(results: Results) -> list[Pair]:
 
 
 def pairs(results: Results) -> list[Any]:
-    """A matrix: by how much the student of a row is better than that of a column; grey where noise may be the reason.
+    """Plot by how much a row's student is better than a column's; grey where noise may be the reason.
 
     No plot if no pair has two seeds.
     """
@@ -111,14 +111,14 @@ def pairs(results: Results) -> list[Any]:
 
 
 def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], name: str) -> list[float | None]:
-    """Return a value's mean over the seeds that have it, for each epoch."""
+    """Compute a value's mean over the seeds that have it, for each epoch."""
     rows = itertools.zip_longest(*(seed for seed in epochs if seed), fillvalue={})
     measured = [[values[name] for values in row if values.get(name) is not None] for row in rows]
     return [mean(values) if values else None for values in measured]  # type: ignore[type-var]
 
 
 def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[Any]:
-    """Return a plot of a value of each epoch, the mean over seeds, a line for each net; none if no net has it."""
+    """Plot a value over the epochs, its mean over seeds, a line for each net; nothing if no net has it."""
     nets = {**results.students, "teacher": results.teacher}
     means = {net: mean_curve(of.epochs, name) for net, of in nets.items()}
     means = {net: values for net, values in means.items() if any(value is not None for value in values)}
@@ -144,7 +144,7 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
 
 
 def against(label: str, dots: Sequence[Dot]) -> list[Any]:
-    """Return plot the mean of the metric against a cost, for the nets of which both are known; nothing without any."""
+    """Plot the mean of the metric against a cost, for the nets of which both are known; nothing without any."""
     from bokeh.models import NumeralTickFormatter
 
     dots = [dot for dot in dots if dot.scores and dot.cost]
@@ -165,7 +165,7 @@ def against(label: str, dots: Sequence[Dot]) -> list[Any]:
 
 
 def confusion(results: Results) -> list[Any]:
-    """Return a matrix for each net: of the samples of a class, in rows, the shares that it took for a class.
+    """Plot a matrix for each net: the shares of a class's samples, in rows, that it took for each class.
 
     None for over 100 classes: their matrices would take megabytes.
     """

@@ -158,7 +158,7 @@ class Results(Header):
         return {"teacher": self.teacher, **self.students}
 
     def seconds_of_seed(self) -> dict[int, float]:
-        """Return by seed, how long its students took."""
+        """Return how long the students of each seed took."""
         return dict(zip(self.seeds, self.students_fit_seconds, strict=True))
 
     @classmethod

@@ -37,7 +37,7 @@ def summarize(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float
 
 
 def pack(values: np.ndarray) -> str | list[float]:
-    """Return values of samples (n,) as a record has them: booleans and whole numbers in base64, others rounded."""
+    """Pack values of samples (n,) for a record: booleans and whole numbers in base64, others rounded."""
     if values.dtype == bool:
         return pack_bits(values)
     if np.issubdtype(values.dtype, np.integer):
@@ -46,12 +46,12 @@ def pack(values: np.ndarray) -> str | list[float]:
 
 
 def pack_bits(right: np.ndarray) -> str:
-    """Return booleans (n,), eight to a byte, in base64."""
+    """Pack booleans (n,), eight to a byte, in base64."""
     return base64.b64encode(np.packbits(right).tobytes()).decode()
 
 
 def unpack(stored: str, count: int) -> np.ndarray:
-    """Return the `count` values of packed bits, float64; ValueError if there are not so many."""
+    """Unpack `count` bits as, float64; ValueError if there are not so many."""
     values = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
     if len(values) - 7 > count or len(values) < count:
         raise ValueError(f"{len(values)} bits for {count} samples")
@@ -59,19 +59,19 @@ def unpack(stored: str, count: int) -> np.ndarray:
 
 
 def pack_classes(numbers: np.ndarray) -> str:
-    """Whole numbers (n,) of 0 or more, in as few bytes each as the largest needs: the type's name, a colon, base64."""
+    """Pack whole numbers (n,) of 0 or more into the smallest type that fits: its name, a colon, base64."""
     kind = f"u{np.min_scalar_type(int(numbers.max(initial=0))).itemsize}"
     return f"{kind}:{base64.b64encode(numbers.astype(f'<{kind}').tobytes()).decode()}"
 
 
 def unpack_classes(stored: Packed) -> np.ndarray:
-    """Return the whole numbers (n,) again."""
+    """Unpack whole numbers (n,)."""
     kind, _, data = str(stored).partition(":")
     return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind}").astype(np.int64)
 
 
 def difference_over_both(results: Results, student: str, baseline: str) -> Interval | None:
-    """Return the interval, over seeds and test samples, of a student's difference to the baseline.
+    """Compute the interval, over seeds and test samples, of a student's difference to the baseline.
 
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """

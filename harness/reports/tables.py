@@ -31,7 +31,7 @@ class Table:
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
     def plain(self, width: int | None = None) -> str:
-        """Return aligned text of at most `width` characters a line, as many as stdout has room for if not given.
+        """Align the cells in lines of at most `width` characters, by default as many as stdout has room for.
 
         Headers of numbers wrap where they must, then columns of words; what still has no room is left out and named.
         """
@@ -62,12 +62,12 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def room() -> int:
-    """Return characters in a line of what is printed: 110, or what the terminal has."""
+    """Return the characters of a printed line: 110, or what the terminal has."""
     return min(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH) if sys.stdout.isatty() else WIDTH
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken after a space, comma, bracket or underscore where there is one."""
+    """Break a cell into lines of at most `width` characters, after a space, comma, bracket or underscore if any."""
     lines = [""]
     for piece in re.findall(r"[^\s,(_/]*[\s,(_/]*", cell):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -79,7 +79,7 @@ def _wrap(cell: str, width: int) -> list[str]:
 
 
 def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
-    """Return a line a row, a column a function that gives its cells; the first `left` are words."""
+    """Make a table with a line for each row and a column for each function; the first `left` are words."""
     return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
@@ -90,7 +90,7 @@ def table_of(columns: Iterable[tuple[str, list[str]]], left: int = 1) -> Table:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Return the text in lines that stdout has room for; all but the first are indented."""
+    """Wrap the text to the width of stdout; all lines but the first are indented."""
     options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, room(), **options)
 

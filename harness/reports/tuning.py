@@ -48,7 +48,7 @@ def table(results: Results) -> Table:
 
 
 def notes(results: Results) -> list[str]:
-    """Return how the search was made and what it cost; nothing for a run without one."""
+    """Say how the search was made and what it cost; nothing for a run without one."""
     if results.search is None:
         return []
     search, cost, seeds = results.search, results.search.cost, results.config["tune_seeds"]
@@ -80,7 +80,7 @@ def search_of(results: Results) -> Search:
 
 
 def picture(results: Results) -> bytes:
-    """A PNG: for each method the validation against each option; the chosen setting has a ring, dropped ones pale."""
+    """Draw a PNG: each method's validation against each option; the chosen setting has a ring, dropped ones fade."""
     metric, methods = results.metric, search_of(results).methods
     widest = max(len(tuned.settings[0].options) for tuned in methods.values()) or 1
     with figure(2.6 * widest + 0.6, 2.3 * len(methods) + 0.3) as (drawn, png):

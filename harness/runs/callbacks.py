@@ -33,7 +33,7 @@ class When(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, callback: Monitor, run: Session) -> "When":
-        """For a Trainer's fit of a run's data."""
+        """Compute it for a Trainer's fit of a run's data."""
         epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         if isinstance(callback, EarlyStopping):
@@ -85,7 +85,7 @@ def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -
 
 
 def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
-    """Return the names that this callback finds when it first looks."""
+    """List the names that are logged before this callback first looks."""
     when, count = When.of(trainer, callback, run), min(2, run.data.sizes["train"])
     pair = run.data.samples("train", torch.arange(count), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change

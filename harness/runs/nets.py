@@ -63,7 +63,7 @@ def write_spec(net_spec: Spec, folder: Path) -> None:
 
 
 def read_spec(folder: str | Path, flag: str = "run") -> Spec:
-    """Return what a folder's `net.yaml` holds; BadInput if there is no such file, or it holds something else."""
+    """Read a folder's `net.yaml`; BadInput if there is no such file, or it holds something else."""
     try:
         net_spec = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
         net_spec.pop("classes", None)
@@ -98,7 +98,7 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
 
 
 def read_classes(folder: str | Path) -> tuple[str, ...]:
-    """Return the names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
+    """Read the names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
     try:
         names = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
         return tuple(map(str, names)) if isinstance(names, list) else ()
@@ -117,7 +117,7 @@ def check_finished(out: Path) -> None:
 
 
 def _names_in(record: Path) -> list[str]:
-    """Return the nets of a fit's record, BadInput for another format; none if it is damaged, as its reader will say."""
+    """List the nets of a fit's record; BadInput for another format, none if it is damaged, as its reader will say."""
     try:
         facts = json.loads(read_text(record))
         if isinstance(facts, dict):
@@ -130,7 +130,7 @@ def _names_in(record: Path) -> list[str]:
 
 
 def _rebuild(value: Any, flag: str) -> Any:
-    """Return a net by its spec, and those by whose specs it is made; any other value as it is."""
+    """Build a net, without its weights, from its spec and the specs inside; return any other value as it is."""
     if isinstance(value, list):
         return [_rebuild(entry, flag) for entry in value]
     if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):

@@ -104,7 +104,7 @@ class FitPlan:
         return self.title or f"seed {self.seed} {self.name}"
 
     def folder(self, out: Path) -> Path:
-        """Where its nets' folders are, in the run's folder."""
+        """Return the folder of its seed, in the run's folder."""
         return out / f"seed{self.seed}"
 
     def record(self, out: Path) -> Path:

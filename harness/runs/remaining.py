@@ -9,7 +9,7 @@ from harness.runs.records import FitRecord
 
 
 def remaining(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | None:
-    """Return what a display says of the whole run, of these fits in their order, during the current one.
+    """Estimate the rest of the run, of these fits in their order, for the display of the current one.
 
     An epoch to come takes as long as those of the last finished fit of its name, or as those of this one; where neither
     is known, the time is a lower bound. None where nothing follows.

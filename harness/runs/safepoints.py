@@ -47,7 +47,7 @@ class SafePoints(Checkpoint):
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training, with those before a resume, whether it has finished, and epochs: planned and trained."""
+        """Return seconds of training over all sessions, whether it has finished, and epochs: planned and trained."""
         seconds = self._seconds_before + time.monotonic() - self._started
         of_epochs = {"max_epochs": self._max_epochs, "epochs": self._epochs}
         return {"seconds": seconds, "finished": self.finished, **of_epochs}
@@ -105,7 +105,7 @@ class Until(Callback):
         self.epoch = epoch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It comes before the least number of epochs that the user has set."""
+        """Lift the least number of epochs and steps that the user has set."""
         trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -121,7 +121,7 @@ def max_epochs(state: dict[str, Any]) -> int | None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return a fit's checkpoint, on the CPU; code in the file is never run.
+    """Read a fit's checkpoint onto the CPU; code in the file is never run.
 
     Raises:
         BadInput: the file is damaged, or is no checkpoint of ours.

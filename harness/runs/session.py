@@ -62,7 +62,7 @@ class Session:
         return "data" in vars(self)
 
     def with_settings(self, **settings: Any) -> "Session":
-        """Return a copy with other settings, which makes Trainers of its own and has the same data and folder."""
+        """Copy the session with other settings; the copy makes its own Trainers and shares data and folder."""
         other = copy.copy(self)
         other.config = Namespace(**{**vars(self.config), **settings})
         vars(other).pop("trainer", None)
@@ -79,7 +79,7 @@ class Session:
         return self.config.trainer.init_args["logger"] is not False
 
     def loggers(self, fit: str) -> list[Logger]:
-        """Return those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
+        """Make the loggers that the user has chosen beside TensorBoard's; a fit is a run in each."""
         return loggers.make_loggers(
             self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
         )
@@ -90,7 +90,7 @@ class Session:
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
-        """Return a Trainer that can divide the data among its devices; BadInput if it can't."""
+        """Make a Trainer and check that it can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         self.loggers("check")
         sampler = trainer.distributed_sampler_kwargs or {}
@@ -172,7 +172,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 
 
 def load_data(config: Namespace) -> InMemoryData:
-    """Return the chosen data module, set up by rank zero first; limits threads to what its inputs need."""
+    """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
         net_class = imported(teacher.class_path, "teacher")

@@ -115,7 +115,7 @@ class RunsLogger(Logger):
 
 
 def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
-    """Return a writer of a run's events, or of a part of them, after purging those of an interrupted session."""
+    """Open a writer of a run's events, or of a part of them, and purge those of an interrupted session."""
     if purge_step:  # TensorBoard sorts event files by second, then by process: a new file must be the last
         while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(0.02)
@@ -129,7 +129,7 @@ def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWri
 
 
 def _has_layout(folder: Path) -> bool:
-    """Whether a session before has written the charts: a run has none where it was stopped before its first value."""
+    """Return whether an earlier session wrote the charts, which it does with its first value."""
     events = (islice(EventFileLoader(str(file)).Load(), FIRST) for file in folder.glob("events.out.tfevents.*"))
     return any(value.tag == CONFIG_SUMMARY_TAG for event in chain(*events) for value in event.summary.value)
 
@@ -170,12 +170,12 @@ def log_text(folder: Path, tag: str, text: str) -> None:
 
 
 def indented(text: str) -> str:
-    """Return the text as a Markdown code block, shown verbatim."""
+    """Indent the text as a Markdown code block, shown verbatim."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """A picture of counts (classes, classes), a row for each true class, coloured by the square root of their share.
+    """Draw counts (classes, classes), a row for each true class, coloured by the square root of their share.
 
     Up to 10 classes fill 350 pixels, at which TensorBoard shows a picture without leaving out any. Larger pictures have
     to be seen at their actual size. Counts are written for up to 25 classes, names for up to 120.

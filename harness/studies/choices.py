@@ -56,7 +56,7 @@ def net_spec(run: Session, key: str) -> Spec:
 
 
 def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
-    """How to rebuild a net that is trained: the one chosen under a key, or one that its objective has made of it."""
+    """Return how to rebuild a trained net: the one chosen under a key, or what its objective made of it."""
     chosen = net_spec(run, key)
     if type(net) is imported(chosen["class_path"], key):
         return chosen
@@ -73,13 +73,13 @@ def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
 
 
 def chosen_task(config: Namespace, data: InMemoryData) -> Task:
-    """The data's task, with nets judged by `--metric`, which not every experiment has; BadInput if it has no such."""
+    """Return the data's task, judged by `--metric` if the experiment has it; BadInput for a metric of another task."""
     metric = getattr(config, "metric", DEFAULT_METRIC)
     return task_of(data, None if metric == DEFAULT_METRIC else metric)
 
 
 def judged_by(config: Namespace, data: InMemoryData) -> Metric:
-    """Return what nets are judged by; BadInput if that can't be."""
+    """Return the metric that nets are judged by; BadInput for one of another task."""
     return chosen_task(config, data).metric
 
 

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 def _conv_backward(grad: Shape, x: Shape, w: Shape, *rest: Any, **_: Any) -> int:
-    """As many as forward for each gradient that is computed; torch's formula ignores groups for that of weights."""
+    """Count forward's for each gradient that is computed; torch's formula ignores groups for that of weights."""
     transposed, output_mask = rest[4], rest[7]
     return sum(output_mask[:2]) * conv_flop_count(list(x), list(w), list(grad), transposed)
 
 
 def _recurrent(x: Shape, weights: Iterable[Shape]) -> int:
-    """For x (..., features): each matrix multiplies each row of x or of the states once; backward is twice that."""
+    """Count for x (..., features): each matrix multiplies each row of x or the states once; backward is twice that."""
     return 2 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
 
 
@@ -66,7 +66,7 @@ class _Uncounted(TorchDispatchMode):
 
 
 def flops(step: Callable[[], Tensor]) -> int | None:
-    """Return operations of forward, loss and backward of a step, which returns the loss; counted without compiling.
+    """Count operations of forward, loss and backward of a step, which returns the loss, without compiling.
 
     None if the step runs an operator without a formula, such as a custom one: a count without it would mislead.
     """
@@ -78,7 +78,7 @@ def flops(step: Callable[[], Tensor]) -> int | None:
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
-    """Return median time of a step with its backward, after one warm-up step; the step clears gradients itself.
+    """Measure the median time of a step with its backward, after one warm-up step; the step clears gradients itself.
 
     Of ten steps, or of as many as a quarter of a second allows, but at least of three.
     """

@@ -79,7 +79,7 @@ def table(seeds: Sequence[int], records: Sequence[FitRecord]) -> Table:
 
 
 def _generate(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Return texts that begin with the prompt, by the net in a folder, each as long as its block."""
+    """Continue the prompt by the net in a folder, to texts as long as its block."""
     net: Any = load_net(folder)
     vocabulary = read_vocabulary(folder)
     tokens = vocabulary.encode(prompt, "sample")
@@ -91,7 +91,7 @@ def _generate(folder: Path, prompt: str, config: Namespace) -> list[str]:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
-    """Return the vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
+    """Read the vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
     with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
         vocabulary = vocabulary_of(json.loads(read_text(folder / "vocabulary.json")))
         if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)) or not len(vocabulary):
@@ -100,7 +100,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
 
 
 def sample(config: Namespace) -> Sequence[str]:
-    """Texts that begin with `--sample`, by the net of the first seed in `--run`; BadInput if one can't be used."""
+    """Continue `--sample` by the net of the first seed in `--run`; BadInput if one can't be used."""
     results = load_results(config.run)
     if results["experiment"] != NAME:
         raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")

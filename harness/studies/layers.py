@@ -48,7 +48,7 @@ def _names(net: nn.Module) -> list[str]:
 
 
 def _shape(output: Any) -> str:
-    """(C, H, W) of a tensor (1, C, H, W); the type of what is none, a dash for what did not run."""
+    """Write (C, H, W) of a tensor (1, C, H, W), the type of another output, a dash for what did not run."""
     if isinstance(output, Tensor):
         return f"({', '.join(map(str, output.shape[1:]))})"
     return NONE if output is None else type(output).__name__

@@ -55,7 +55,7 @@ def run_of(module: Learner, arm: Arm) -> str:
 
 
 def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
-    """Return of each epoch a run's values as they were logged, without its name: `train/loss`, `val/acc` and the like.
+    """Return a run's values of each epoch by their names in the log without the run's: `train/loss`, `val/acc`.
 
     None stands for what is infinite, such as a perplexity.
     """

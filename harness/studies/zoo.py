@@ -16,13 +16,13 @@ from lit_modules.distillation import Distillation
 
 
 def methods(named: Mapping[str, str]) -> dict[str, str]:
-    """Classes whose options all have defaults: by the names that `named` gives some, others by theirs in lower case."""
+    """List classes whose options all have defaults, by their names in `named`, others by theirs in lower case."""
     names = {method: name for name, method in named.items()}
     return {names.get(method, method.lower()): method for method, missing in needs().items() if not missing}
 
 
 def needs() -> dict[str, list[str]]:
-    """Return for each method, by its class's name, the options that have no default; a Sum is none by itself."""
+    """List the options without a default of each method, by its class's name; a Sum is none by itself."""
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
         for name, method in Classes((objectives.Objective,), objectives).by_name.items()

@@ -39,7 +39,7 @@ def settings_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _key(line: str) -> str:
-    """The same for options 0 and 0.0: a resumed run has read its settings, where a new one has a class's defaults."""
+    """Make options 0 and 0.0 equal: a resumed run has read its settings, a new one has a class's defaults."""
     return re.sub(r"\.0(?=[,)\]])", "", line)
 
 
@@ -73,7 +73,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 
 def _has_student(run: Run, flag: str) -> bool:
-    """False for an option of a student that the run has not trained."""
+    """Return False for an option of a student that the run has not trained."""
     group, _, rest = flag.partition(".")
     trained = {entry.variant or name for name, entry in run.entries.items()}
     return group != "variants" or rest.partition(".")[0] in trained

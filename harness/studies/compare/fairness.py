@@ -20,7 +20,7 @@ CONTEXT = "block_size"  # of a text: each held-out token is tested once, whateve
 
 
 def why_not_comparable(first: Run, run: Run) -> str:
-    """Return empty if both runs had the same samples, and a seed in common."""
+    """Say why runs can't be compared; empty if both had the same samples, and a seed in common."""
     flags = [(part, f"trainer.{option}") for part, option in LIMITS.items()]
     limits = [(part, side.settings.get(flag)) for part, flag in flags for side in (first, run)]
     limited = {part for part, limit in limits if repr(limit) not in {"None", "1.0"}}  # 1 is one batch, 1.0 all
@@ -63,7 +63,7 @@ def _samples(run: Run, limited: set[str]) -> dict[str, Any]:
 
 
 def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
-    """Return by flag, both values where the two trained differently other than in their methods' options.
+    """Return both values, by flag, where two runs trained differently but for their methods' options.
 
     Where a class differs, its options are left out.
     """
@@ -95,7 +95,7 @@ def _training(run: Run, idle: set[str]) -> dict[str, Any]:
 
 
 def idle_settings(runs: Sequence[Run]) -> set[str]:
-    """The settings on which no figure of these runs' rows depends, beside those that a resumed run may change."""
+    """Return settings that move no figure of these runs' rows, beside those that a resumed run may change."""
     callbacks = any(flag.startswith("trainer.callbacks.") for run in runs for flag in run.settings)
     idle = set().union(*(run.experiment.idle for run in runs))
     idle |= {f"data.{name}" for name in frozenset.intersection(*(run.data.free_options for run in runs))}

@@ -106,7 +106,7 @@ def _lists(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
 
 def picture(comparison: Comparison) -> bytes:
-    """Return a PNG: the metric of each row, and against its cost; rows of a run have one colour.
+    """Draw a PNG: the metric of each row, and against its cost; rows of a run have one colour.
 
     If runs are compared against a setting: a line for each student, with the runs along the axis.
     """

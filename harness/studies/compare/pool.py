@@ -17,7 +17,7 @@ from harness.studies.compare.runs import Run
 
 
 def pool(runs: Sequence[Run]) -> Results:
-    """Return the results of one run of kd.py with the seeds of all; the hardware is the first one's.
+    """Combine runs of kd.py to one with the seeds of all; the hardware is the first one's.
 
     Raises:
         BadInput: a run is of another experiment, differs in more than its seeds, or has a seed of another; its
@@ -68,7 +68,7 @@ def _students(run: Run) -> Results:
 
 
 def _differs(first: Run, run: Run) -> str:
-    """Return what differs but the seeds, in words; empty if nothing does."""
+    """Say what differs besides the seeds; empty if nothing does."""
     ours, theirs = (
         {
             **side.results.data,

@@ -145,7 +145,7 @@ class Run:
 
 
 def _with_teachers_epochs(results: Header) -> dict[str, Any]:
-    """The configuration; in that of a run that has grown by epochs, those of its teachers are an option of theirs."""
+    """Return the configuration; in a run that has grown by epochs, the teacher's epochs become its option."""
     config, teacher = results.config, results.config.get("teacher")
     epochs = results.teacher.max_epochs if isinstance(results, Results) else None
     if not isinstance(teacher, dict) or epochs in (None, planned_epochs(results)):
@@ -154,7 +154,7 @@ def _with_teachers_epochs(results: Header) -> dict[str, Any]:
 
 
 def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
-    """Return the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
+    """Load the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
     facts = load_results(folder, "RUN")
     script = " ".join(facts["experiment"].split())[:40]
     experiment = "kd" if facts.get("students") else script  # an experiment of the user's own may have students

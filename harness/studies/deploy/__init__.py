@@ -193,7 +193,7 @@ def _latency(row: Row, size: str) -> str:
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """Return a PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
+    """Draw a PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
     sizes = _batch_sizes(rows)
     placed = [(row, row.bytes) for row in rows if row.bytes is not None and row.latency_ms]
     largest = max((size for _, size in placed), default=1)

@@ -100,7 +100,7 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
 
 @contextmanager
 def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """Turns errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
+    """Turn errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
     output = io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -136,7 +136,7 @@ class Builder:
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
 
     def fresh(self) -> LitClassifier:
-        """Return the module of a student that is trained here."""
+        """Build the module of a student that is trained here."""
         net = build_net(self.run, STUDENT, self.seed)
         return LitClassifier(net, self.data.num_classes, seed=self.seed)
 
@@ -157,7 +157,7 @@ class Builder:
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-        """A folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken, or unfit for the data."""
+        """Load a folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken or unfit."""
         spec, net = read_spec(folder, flag), load_net(folder, flag).float()
         shape = tuple(self.data.input_shape)
         if (net_shape := tuple(spec["init_args"].get("input_shape", shape))) != shape:
@@ -178,14 +178,14 @@ class Builder:
         return None if folder is None else self.read(folder, "teacher")[0]
 
     def aware(self, net: nn.Module) -> Quantized:
-        """Return the module of quantisation-aware training."""
+        """Build the module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
         options |= {**learning(self.config, self.data), "labelled": self.data.labelled is None}
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:
-        """Return the int8 net of quantisation-aware training, which a resumed run does not repeat."""
+        """Train the int8 net of quantisation-aware training, unless that is done."""
         module, folder = self.aware(net), self.run.out / f"seed{self.seed}" / NAME
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():

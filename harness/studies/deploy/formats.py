@@ -78,7 +78,7 @@ def _export(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 
 def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
-    """Return what is wrong with logits (N, classes), compared with those expected; empty if nothing is.
+    """Say what is wrong with logits (N, classes), compared with those expected; empty if nothing is.
 
     If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
     where they are closer than 2 % of the logits' range.
@@ -97,7 +97,7 @@ def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = I
 
 
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
-    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process, or a line why there are none.
+    """Compute logits (N, classes) of images (N, C, H, W) by each file in a fresh process, or a line why there are none.
 
     The process does not have this project, but for weights alone, which need their net's class.
     """
@@ -110,7 +110,7 @@ def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
 
 
 def _ask(files: Sequence[Path], images: Path, extra: Mapping[str, object]) -> dict[Path, Tensor | str]:
-    """Return their answers; a file at which the process dies costs the others a new one."""
+    """Run a process for the files; one that dies at a file is started again for the others."""
     logits: dict[Path, Tensor | str] = {}
     while missing := [path for path in files if path not in logits]:
         with tempfile.TemporaryDirectory() as folder:

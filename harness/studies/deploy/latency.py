@@ -49,7 +49,7 @@ class Latency:
         return self.threads or torch.get_num_threads()
 
     def measure(self, nets: Mapping[str, nn.Module], images: Tensor, fail: Fail | None = None) -> dict[str, Times]:
-        """Return by net and batch size, `median` and `p95` in milliseconds; nothing of a net that fails.
+        """Measure `median` and `p95` in milliseconds, by net and batch size; nothing of a net that fails.
 
         Args:
             nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` must agree as `exact` says.
@@ -67,7 +67,7 @@ class Latency:
         return {name: times.get(name, {}) for name in nets}
 
     def _in_turn(self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Fail | None) -> dict[str, list[float]]:
-        """Return seconds of each call of the nets that can be compiled."""
+        """Measure seconds of each call of the nets that can be compiled."""
         from torch.utils.benchmark import Timer
 
         before = torch.get_num_threads()
@@ -95,7 +95,7 @@ class Latency:
 
 
 def compile_whole(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
-    """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
+    """Compile a net in eval mode by Inductor for a batch (b, C, H, W), with frozen weights, which int8 needs on x86.
 
     RuntimeError if it can't be compiled as a whole, or does not answer as the net does (`exact` as in `disagreement`).
     """

@@ -137,9 +137,8 @@ class Tuning:
                     self._fit(seed, rung, wave, [left[name] for name in names if name in left])
             scores = self._score(rung, len(waves))
             for team in self.teams:
-                of_team = {
-                    trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in alive[team[0]]
-                }
+                trials = alive[team[0]]
+                of_team = {trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in trials}
                 count = 1 if end == self.ends[-1] else math.ceil(len(of_team) / 2)
                 alive |= dict.fromkeys(team, rungs.best(of_team, self.metric, count))
         return alive
@@ -205,7 +204,7 @@ class Tuning:
         self.inner.fit(plan)
 
     def _last_records(self, seed: int) -> dict[str, NetRecord]:
-        """Return by setting, what the last fit that it was in says of it."""
+        """Return the record of each setting in its last fit."""
         records: dict[str, NetRecord] = {}
         for path in self._list_records(seed):
             records |= FitRecord.read(path).nets
@@ -217,7 +216,7 @@ class Tuning:
         return [path for rung in numbers for path in sorted(self.folders[seed].glob(f"rung{rung}*.json"))]
 
     def _score(self, rung: int, waves: int) -> dict[str, float | None]:
-        """Return by setting that has come to this rung, the mean over the tuning seeds; None if it failed with one."""
+        """Return the mean over the tuning seeds of each setting at this rung; None if it failed with one."""
         scores: dict[str, list[float | None]] = {}
         for folder in self.folders.values():
             for wave in range(1, waves + 1):
@@ -228,7 +227,7 @@ class Tuning:
         return {name: mean_of_all(of_seeds) for name, of_seeds in scores.items()}
 
     def _plan_waves(self) -> list[list[str]]:
-        """Which settings train side by side, as the folder has it; those of rows that came later in further waves."""
+        """Plan which settings train side by side, as the folder has it; rows that came later are in further waves."""
         out = self.inner.session.out
         with main_first("plan"):
             plan = load_plan(out, self.config)
@@ -251,7 +250,7 @@ class Tuning:
 
 
 def load_plan(folder: Path, config: Namespace) -> dict[str, Any]:
-    """Return the plan that a search's folder has: `epochs`, `tune_wave`, and `waves` of settings.
+    """Read the plan of a search's folder: `epochs`, `tune_wave`, and `waves` of settings.
 
     It has no waves yet where there is no plan, or one for another `--tune_wave` by which nothing was trained.
 

@@ -19,7 +19,7 @@ def ends(epochs: int) -> list[int]:
 
 
 def best(scores: Mapping[int, float | None], metric: Metric, count: int) -> list[int]:
-    """So many settings, in their own order: those with the best scores; of equals the first, and failed ones last."""
+    """Return `count` settings with the best scores, in their own order; of equals the first, failed ones last."""
 
     def rank(trial: int) -> float:
         score = scores[trial]

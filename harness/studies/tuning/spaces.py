@@ -32,7 +32,7 @@ DIMENSIONS = 64  # of every sequence: the scrambling of a dimension depends on h
 
 
 def parse(value: Any, flag: str) -> Space:
-    """Return the space that a flag's value describes; BadInput if it describes none."""
+    """Parse the space that a flag's value describes; BadInput if it describes none."""
     text, value = value, read_value(value, flag)
     form = FORM.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
@@ -54,7 +54,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
-    """Return by option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on.
+    """Return the space of each option of a row; those of the optimizer are named `optimizer.lr` and so on.
 
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
     """
@@ -118,7 +118,7 @@ def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) ->
 
 
 def convert(choice: cli.Choice, option: str, value: Any) -> Any:
-    """Return the value of a class's option, in its type; BadInput if it is none."""
+    """Convert a value to the type of a class's option; BadInput if it does not fit."""
     return options_of(imported(choice.class_path, "")).check(option, value)
 
 
@@ -141,7 +141,7 @@ def _points(count: int, seed: int) -> Any:
 
 
 def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
-    """Return at most `count` settings of a row that differ: the given one, then points of the sequence keyed by `seed`.
+    """Draw at most `count` different settings of a row: the given one, then points of the sequence keyed by `seed`.
 
     Of the optimizer's options all rows try the same values, setting by setting. A point that gives a setting again is
     passed over; there are fewer settings where the spaces have no more.

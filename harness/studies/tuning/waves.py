@@ -26,7 +26,7 @@ SHARE = 0.5  # of the available memory; the rest is for what else a process need
 
 
 def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
-    """Return the names of the settings in waves, each of which fits into memory; those of a unit stay together.
+    """Divide settings into waves, each of which fits into memory; those of a unit stay together.
 
     All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
     """
@@ -55,7 +55,7 @@ def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str
 
 
 def free_bytes(trainer: Trainer) -> int | None:
-    """Return bytes of memory that each of the ranks may take, as their devices have it free; None if these don't say.
+    """Return the free bytes of the devices' memory for each rank; None if the devices don't say.
 
     GPUs are asked by NVIDIA's own tool: once this process had initialised CUDA, forked ranks could not use it.
     """
