@@ -34,7 +34,7 @@ from harness.runs.plans import Arm
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, learning
+from harness.studies.choices import build_net, learner_options
 from harness.studies.continued import go_on
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
@@ -140,8 +140,8 @@ def parser() -> cli.Parser:
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed_by=fixed_by)
     parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed_by=fixed_by, replaces="student")
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    bases, more = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
-    parser.add_variants("variants", bases, objectives, variants, more)
+    bases, additions = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
+    parser.add_variants("variants", bases, objectives, variants, additions)
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
     parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
@@ -163,7 +163,7 @@ class KD(BakeOff):
             load_teacher(session, net, seed)
         if config.teacher_head_only:
             nets.heads(net, "teacher")  # or it is refused by its flag
-        options = {**learning(config, session.data), "seed": seed, "head_only": config.teacher_head_only}
+        options = {**learner_options(config, session.data), "seed": seed, "head_only": config.teacher_head_only}
         module = LitClassifier(net, session.data.num_classes, **options)
         if config.teacher_continue:
             go_on(module, checkpoint_of(session, seed))
@@ -181,7 +181,7 @@ class KD(BakeOff):
             if arm.optimizer:
                 optimizers[arm.name] = arm.optimizer
         return Distillation(
-            teacher, students, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
+            teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
             optimizer_options=optimizers,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from apprentice.errors import BadInput, reason
 from harness.cli.messages import near
 from harness.cli.modules import hidden_file, import_module
-from harness.cli.signatures import options_of
+from harness.cli.signatures import Signature, options_of
 
 MOST_NAMES = 8  # names in a message
 
@@ -28,6 +28,10 @@ class Choice:
     def name(self) -> str:
         """The class's short name."""
         return self.class_path.rpartition(".")[2]
+
+    def signature(self, key: str = "", skip: frozenset[str] = frozenset()) -> Signature:
+        """Return the options of the class; BadInput of this key if it can't be imported."""
+        return options_of(import_class(self.class_path, key), skip)
 
 
 Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Lightning looks up
@@ -62,7 +66,7 @@ class Classes:
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
-            chosen: type | None = imported(name, key, self.bases)
+            chosen: type | None = import_class(name, key, self.bases)
         else:
             chosen = {**self.by_name, **self._of_package(*self.refused)}.get(str(name))
         if chosen is None or chosen in self.bases:
@@ -89,7 +93,7 @@ class Classes:
         return f"{listed} or the import path of a class{near(name, names)}"
 
 
-def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
+def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
     """Import a class by its path, from the working directory first; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
     try:
@@ -132,7 +136,7 @@ def plain(chosen: Any) -> Any:
         return [plain(entry) for entry in chosen]
     if not isinstance(chosen, Choice):
         return chosen
-    options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
+    options, values = chosen.signature(), chosen.init_args.items()
     plain_values = {name: plain(value) if _is_choice(value) else options.plain(name, value) for name, value in values}
     return {"class_path": chosen.class_path, "init_args": plain_values}
 
@@ -154,12 +158,12 @@ def build(choice: Any, key: str, **extra: Any) -> Any:
 
 def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
     """Bind the options of the chosen class, which then takes positional arguments; the result can be pickled."""
-    return functools.partial(imported(choice.class_path, key), **arguments(choice, key, **extra))
+    return functools.partial(import_class(choice.class_path, key), **arguments(choice, key, **extra))
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
-    options, init_args = options_of(imported(choice.class_path, key)), choice.init_args
+    options, init_args = choice.signature(key), choice.init_args
     chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
     with refusals(choice, key):
         values = options.instances({name: value for name, value in init_args.items() if name not in chosen})

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def working_directory_first() -> None:
+def put_working_directory_first() -> None:
     """Let modules of the working directory come before others of the same name that are not loaded yet."""
     folder = str(Path.cwd())
     if sys.path[:1] != [folder]:
@@ -16,7 +16,7 @@ def working_directory_first() -> None:
 
 def import_module(name: str) -> ModuleType:
     """Import a module, from the working directory if it is there."""
-    working_directory_first()
+    put_working_directory_first()
     return importlib.import_module(name)
 
 

@@ -14,10 +14,10 @@ import yaml
 from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.choices import Resolver
-from harness.cli.classes import Choice, Classes, arguments, build, imported, plain
+from harness.cli.classes import Choice, Classes, arguments, build, import_class, plain
 from harness.cli.merging import below, merge, settings_of_any_class
 from harness.cli.messages import near
-from harness.cli.modules import working_directory_first
+from harness.cli.modules import put_working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature, Texts
@@ -72,7 +72,9 @@ class Parser:
         bases: Bases,
         package: ModuleType,
         defaults: Mapping[str, Any],
-        more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # what plain options add to the defaults if true
+        additions: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+            {}
+        ),  # what plain options add to the defaults if true
         fixed_by: tuple[str, str] | None = None,  # as above
         replaces: str | None = None,  # the key of a single choice: if names are given, none is made there
     ) -> None:
@@ -82,7 +84,7 @@ class Parser:
         """
         entry = Entry(_classes(bases, package), named=True, fixed_by=fixed_by, replaces=replaces)
         self._add(key, entry, dict(defaults))
-        self._added += [(option, True, layer(dict(added), key=key)) for option, added in more.items()]
+        self._added += [(option, True, layer(dict(added), key=key)) for option, added in additions.items()]
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -142,7 +144,7 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
-        working_directory_first()  # jsonargparse imports functions
+        put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
             sys.stdout.write(self._help(layers))
@@ -286,7 +288,7 @@ class Parser:
         if not (isinstance(choice, Choice) and isinstance(base, Entry)):
             return ()
         usual = getattr(base.classes.bases[0], attribute)  # other people's classes don't have it
-        names: Iterable[str] = getattr(imported(choice.class_path, giver), attribute, usual)
+        names: Iterable[str] = getattr(import_class(choice.class_path, giver), attribute, usual)
         return names
 
     def _check(self, config: Namespace) -> None:
@@ -328,7 +330,7 @@ class Parser:
         for key, entry in self.entries.items():
             if not (isinstance(entry, Entry) and entry.named):
                 continue
-            used, needed = rows.used(saved, key), rows.used(config, key)
+            used, needed = rows.list_used(saved, key), rows.list_used(config, key)
             new += [f"{key}.{name}" for name in getattr(config, key) if name not in used]
             added = {name.split(".")[0] for settings in self._find_added(config) for name in below(key, settings)}
             for name, choice in getattr(config, key).items():
@@ -343,7 +345,7 @@ class Parser:
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
             if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen:
-                parts[key] = " ".join(rows.used(config, key)) if entry.named else chosen.name
+                parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
         return ", ".join(f"{key} {what}" for key, what in parts.items())

@@ -68,13 +68,13 @@ def rows(config: Namespace) -> dict[str, Row]:
     return {name: row for name, row in by_name.items() if name in named or row.variant in variants_named}
 
 
-def used(config: Namespace, key: str) -> list[str]:
+def list_used(config: Namespace, key: str) -> list[str]:
     """Return the names of those choices at a key that the wanted rows are made of."""
     names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def chosen(config: Namespace, key: str) -> Any:
-    """Return what is chosen at a key, which may be one of several by names: `students.small`."""
+def choice_at(config: Namespace, key: str) -> Any:
+    """Return the choice at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
     return getattr(config, first)[name] if name else getattr(config, first)

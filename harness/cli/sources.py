@@ -42,7 +42,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
-    pairs = [(flag, [at_home(value) for value in values]) for flag, values in pairs]
+    pairs = [(flag, [expand_home(value) for value in values]) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
         for flag, values in pairs
@@ -50,15 +50,16 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
     layers = [
-        {flag: Setting(at_home(value), path) for flag, (value, _) in layer(load(path), path).items()} for path in files
+        {flag: Setting(expand_home(value), path) for flag, (value, _) in layer(load(path), path).items()}
+        for path in files
     ]
     return [*layers, flags], {flag for flag, _ in pairs if flag in BARE}
 
 
-def at_home(value: Any) -> Any:
+def expand_home(value: Any) -> Any:
     """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone."""
     if isinstance(value, list):
-        return [at_home(entry) for entry in value]
+        return [expand_home(entry) for entry in value]
     if not isinstance(value, str):
         return value
     return re.sub(r"(?<=[\[, ])~(?=/)" if value.startswith("[") else r"^~(?=/|$)", lambda _: str(Path.home()), value)

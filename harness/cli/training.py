@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.cli.classes import Choice, Chosen, Classes, factory, imported, refusals
+from harness.cli.classes import Choice, Chosen, Classes, factory, import_class, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
 
@@ -138,7 +138,7 @@ class Strategies(Classes):
 
     def exact(self, chosen: Chosen) -> bool:
         """Return whether a choice can have `--exact`: its class takes it."""
-        target = imported(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
+        target = import_class(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
         return "exact" in options_of(target).hints
 
 

@@ -9,8 +9,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from harness import cli
-from harness.cli.classes import imported
-from harness.cli.signatures import options_of
 from harness.reports.measures import FIGURES
 from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
@@ -29,12 +27,12 @@ ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 def words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
-    defaults = _listed(options_of(imported(choice.class_path, key), frozenset(fixed)).defaults)
-    options = _listed({name: value for name, value in choice.init_args.items() if name not in fixed})
+    defaults = _tuples_to_lists(choice.signature(key, frozenset(fixed)).defaults)
+    options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
     return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
 
-def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
     """With lists for tuples, as files have them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -75,7 +73,7 @@ def options_of_all(config: Namespace) -> list[str]:
 
 
 def log_run(
-    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, more: Iterable[str] = ()
+    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, others: Iterable[str] = ()
 ) -> None:
     """Write a finished run's row, and figures of its cost as scalars beside its curves.
 
@@ -84,24 +82,24 @@ def log_run(
         row: its settings and its score by name.
         figures: by key.
         score: the name of what nets are judged by.
-        more: names of settings that other rows have.
+        others: names of settings that other rows have.
     """
     with open_writer(folder, ".hparams") as writer:
         for figure in FIGURES:
             value = figures.get(figure.key)
             if figure.curve and value is not None:
                 writer.add_scalar(f"cost/{figure.key}", value)
-        for summary in summaries(row, score, more):
+        for summary in summaries(row, score, others):
             writer._get_file_writer().add_summary(summary)
 
 
-def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:
-    """Return the events of a row; `more` names settings that other rows have.
+def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) -> list[Summary]:
+    """Return the events of a row; `others` names settings that other rows have.
 
     The table has the columns that some row of it names, so all rows of an experiment name the same ones.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
-    columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *more])
+    columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *others])
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
     infos = [
         api_pb2.HParamInfo(

@@ -70,7 +70,7 @@ _PAIRS = (
 def _beside_accuracy(results: Results) -> str:
     """Return whether nets follow their teacher, and whether their confidence is right."""
     metric = results.metric
-    nets = {name: (net, net.combined()) for name, net in results.nets.items()}
+    nets = {name: (net, net.with_means()) for name, net in results.nets.items()}
     nets = {name: pair for name, pair in nets.items() if any(pair[1][f.key] is not None for f in ON_PAGE)}
     if not nets:
         return ""

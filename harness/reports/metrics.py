@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.reports.uncertainty import (
     CONFIDENCE,
     Interval,
@@ -38,7 +38,7 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
     claims = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
     if single:
-        claims.append(f"{listed(single)} had one seed to compare, so no interval")
+        claims.append(f"{join_words(single)} had one seed to compare, so no interval")
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
     together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
@@ -87,13 +87,13 @@ def _claims(
     claims = []
     for word in ("better", "worse"):
         if names := groups[word]:
-            students = listed([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
+            students = join_words([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
             verb = "is" if len(names) == 1 else "are"
             claims.append(f"{students} {verb} {word} than {baseline} beyond the noise between seeds")
     if groups["level"]:
-        claims.append(f"{listed(groups['level'])} can't be told apart from {'it' if claims else baseline}")
+        claims.append(f"{join_words(groups['level'])} can't be told apart from {'it' if claims else baseline}")
     if groups["flat"]:
-        claims.append(f"{listed(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+        claims.append(f"{join_words(groups['flat'])} differed by the same on each seed, which is no measure of noise")
     return claims
 
 

@@ -9,7 +9,7 @@ from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import machine
 from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
 from harness.reports.settings import objectives, settings
-from harness.reports.tables import NONE, Table, count, listed, paragraph, table_of
+from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
@@ -80,7 +80,7 @@ def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
 def table(results: Results) -> Table:
     """Return one line for the teacher and one for each student."""
     metric, nets, students = results.metric, results.nets, results.students
-    figures = [net.combined() for net in nets.values()]
+    figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
     return table_of([
         ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())]),
@@ -176,8 +176,8 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
         epochs = [number for number in of_seeds if number is not None]
         if any(number != planned[name] for number in epochs):
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
-            nets.setdefault(f"{listed([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
-    ended = "; ".join(f"{listed(names)} after {epochs}" for epochs, names in nets.items())
+            nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
+    ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
     why = "by --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
@@ -190,7 +190,7 @@ def failures(seeds: Sequence[int], failed: Mapping[str, Sequence[Failure | None]
         if where := [f"seed {seed} (term {f.term}, step {f.step})" for seed, f in pairs if f]:
             left = len(seeds) - len(where)
             rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
-            lines.append(f"* {name}: the loss stopped being finite with {listed(where)}; {rest}.")
+            lines.append(f"* {name}: the loss stopped being finite with {join_words(where)}; {rest}.")
     return lines
 
 

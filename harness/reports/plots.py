@@ -54,7 +54,7 @@ class Pair(dict[str, Any]):
     """
 
 
-def compared_pairs(results: Results) -> list[Pair]:
+def compare_pairs(results: Results) -> list[Pair]:
     """Compare all pairs of students with two common seeds or more, as `one` minus `other`, with corrected p."""
     metric, students = results.metric, results.students
     tested: dict[str, tuple[str, str, Interval]] = {}
@@ -78,7 +78,7 @@ def pairs(results: Results) -> list[Any]:
     """
     from bokeh.palettes import RdBu11
 
-    metric, compared = results.metric, compared_pairs(results)
+    metric, compared = results.metric, compare_pairs(results)
     if not compared:
         return []
     names, sign = list(results.students), 1 if metric.higher_is_better else -1

@@ -61,7 +61,7 @@ class NetResults:
             "trained_epochs": self.trained_epochs, "epochs": self.epochs,
         }  # fmt: skip
 
-    def combined(self) -> dict[str, float | None]:
+    def with_means(self) -> dict[str, float | None]:
         """Return its figures, with the means of those that it has of each seed."""
         means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
         return {**self.figures, **means}

@@ -7,7 +7,7 @@ from typing import Any
 from harness.reports.figures import GREY, figure
 from harness.reports.results import Results
 from harness.reports.search import Search, Setting, Tuned, mean_of_all
-from harness.reports.tables import NONE, Table, count, listed, short, table_of, words
+from harness.reports.tables import NONE, Table, count, join_words, short, table_of, words
 from harness.reports.uncertainty import expected_maximum
 from lit_modules.tasks import Metric
 
@@ -22,15 +22,15 @@ def table(results: Results) -> Table:
     """
     search, metric = search_of(results), results.metric
 
-    def scored(setting: Setting) -> str:
+    def write_score(setting: Setting) -> str:
         value, ended = mean_of_all(setting.validation), _epochs(setting.epochs)
         return "failed" if value is None else f"{metric.scale * value:.{metric.digits}f} after {ended}"
 
-    def again(name: str) -> str:
+    def write_retest(name: str) -> str:
         value = mean_of_all([metric.last(epochs or []) for epochs in results.students[name].epochs or [None]])
         return NONE if value is None else f"{metric.scale * value:.{metric.digits}f}"
 
-    def chosen(tuned: Tuned) -> str:
+    def write_options(tuned: Tuned) -> str:
         options = {name: _write_value(value) for name, value in tuned.settings[tuned.chosen].options.items()}
         return words(options) + (", as given" if tuned.chosen == 0 else "")
 
@@ -38,10 +38,10 @@ def table(results: Results) -> Table:
     unit = metric.unit if metric.scale == 1 else "%"
     return table_of([
         ("tuned", list(methods)),
-        ("chosen settings", [chosen(tuned) for tuned in methods.values()]),
-        (f"validation, {unit}", [scored(tuned.settings[tuned.chosen]) for tuned in methods.values()]),
-        (f"again, {'%' if metric.scale == 100 else metric.unit}", [again(name) for name in methods]),
-        ("as given", [scored(tuned.settings[0]) for tuned in methods.values()]),
+        ("chosen settings", [write_options(tuned) for tuned in methods.values()]),
+        (f"validation, {unit}", [write_score(tuned.settings[tuned.chosen]) for tuned in methods.values()]),
+        (f"again, {'%' if metric.scale == 100 else metric.unit}", [write_retest(name) for name in methods]),
+        ("as given", [write_score(tuned.settings[0]) for tuned in methods.values()]),
         ("settings", [count(len(tuned.settings)) for tuned in methods.values()]),
         ("student-epochs", [count(search.cost.student_epochs[name]) for name in methods]),
     ], left=2)  # fmt: skip
@@ -53,10 +53,10 @@ def notes(results: Results) -> list[str]:
         return []
     search, cost, seeds = results.search, results.search.cost, results.config["tune_seeds"]
     most = max(len(tuned.settings) for tuned in search.methods.values())
-    with_seeds = f"seed{'s' * (len(seeds) > 1)} {listed([str(seed) for seed in seeds])}"
-    compared = f"Settings of {listed(list(search.methods))} were compared on the validation set with {with_seeds}"
+    with_seeds = f"seed{'s' * (len(seeds) > 1)} {join_words([str(seed) for seed in seeds])}"
+    compared = f"Settings of {join_words(list(search.methods))} were compared on the validation set with {with_seeds}"
     *early, last = search.rungs
-    after = listed([str(epochs) for epochs in early])
+    after = join_words([str(epochs) for epochs in early])
     how = f"; after {after} of {_epochs(last)} the better half of each went on" if early else ""
     runs = f" in all {len(results.pooled)} runs together" if len(results.pooled) > 1 else ""
     spent = f"{count(sum(cost.student_epochs.values()))} student-epochs in {short(cost.fit_seconds)} s"

@@ -70,7 +70,7 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
 
 def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, list[str]]) -> None:
     if not any(callback.monitor in names for names in names_by_stage.values()):
-        logged = "; ".join(f"{stage}: {_listed(names)}" for stage, names in names_by_stage.items())
+        logged = "; ".join(f"{stage}: {_join_first(names)}" for stage, names in names_by_stage.items())
         raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {logged}")
 
 
@@ -99,5 +99,5 @@ def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Se
     return names
 
 
-def _listed(names: list[str]) -> str:
+def _join_first(names: list[str]) -> str:
     return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."]) or "nothing that early"

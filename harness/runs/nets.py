@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format
 from lit_modules.nets import unwrap_logits
@@ -136,7 +136,7 @@ def _rebuild(value: Any, flag: str) -> Any:
     if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):
         return value
     arguments = {name: _rebuild(argument, flag) for name, argument in value["init_args"].items()}
-    return unwrap_logits(imported(value["class_path"], flag, (nn.Module,))(**arguments))
+    return unwrap_logits(import_class(value["class_path"], flag, (nn.Module,))(**arguments))
 
 
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:

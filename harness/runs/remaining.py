@@ -8,7 +8,7 @@ from harness.runs.progress import Rest, clock
 from harness.runs.records import FitRecord
 
 
-def remaining(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | None:
+def estimate_rest(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | None:
     """Estimate the rest of the run, of these fits in their order, for the display of the current one.
 
     An epoch to come takes as long as those of the last finished fit of its name, or as those of this one; where neither

@@ -166,10 +166,10 @@ def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin:
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text verbatim in the TEXT tab of a finished run."""
     with open_writer(folder, ".text") as writer:
-        writer.add_text(tag, indented(text))
+        writer.add_text(tag, indent(text))
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     """Indent the text as a Markdown code block, shown verbatim."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 

@@ -99,7 +99,7 @@ class BakeOff:
             return students
 
         if config.zoo:
-            names = zoo.fitting(config, session.parser, self.arms, build)
+            names = zoo.list_fitting(config, session.parser, self.arms, build)
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}

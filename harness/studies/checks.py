@@ -32,7 +32,7 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
     if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "splits", False):
-        with cli.refusals(cli.chosen(config, key), key):
+        with cli.refusals(cli.choice_at(config, key), key):
             nets.pipeline_stages(net, key)
 
 

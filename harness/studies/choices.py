@@ -10,7 +10,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import cli
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs.nets import Spec, load_net, read_spec, spec
 from harness.runs.session import Session
 from lit_modules import nets
@@ -23,7 +23,7 @@ DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judg
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
     """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes."""
-    choice = cli.chosen(config, key)
+    choice = cli.choice_at(config, key)
     members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
     net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **members)))
     return net.double() if double else net
@@ -31,7 +31,7 @@ def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any
 
 def _folders(choice: cli.Choice) -> dict[str, list[str]]:
     """Return the folders of trained nets that an ensemble is made of, by the option that names them."""
-    is_ensemble = issubclass(imported(choice.class_path, ""), nets.Ensemble)
+    is_ensemble = issubclass(import_class(choice.class_path, ""), nets.Ensemble)
     return {"members": choice.init_args["members"]} if is_ensemble else {}
 
 
@@ -39,17 +39,17 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
     """Build the net chosen under a key for a fit of a run's data; BadInput if it has learnt other classes."""
     net = make_net(run.config, key, seed, run.data.net_arguments, run.is_double)
     is_trained = isinstance(net, nets.Ensemble)
-    match_classes(run, net, key, cli.chosen(run.config, key).name, trained=not is_trained)
+    match_classes(run, net, key, cli.choice_at(run.config, key).name, trained=not is_trained)
     net_spec(run, key)  # or arguments that net.yaml can't hold are refused
     return net
 
 
 def net_spec(run: Session, key: str) -> Spec:
     """Return how to rebuild the net chosen under a key."""
-    choice = cli.chosen(run.config, key)
+    choice = cli.choice_at(run.config, key)
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    net_class = imported(choice.class_path, key)
+    net_class = import_class(choice.class_path, key)
     if issubclass(net_class, Recorded):
         arguments = net_class.rebuild_arguments(arguments)
     return spec(choice.class_path, arguments)
@@ -58,13 +58,13 @@ def net_spec(run: Session, key: str) -> Spec:
 def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
     """Return how to rebuild a trained net: the one chosen under a key, or what its objective made of it."""
     chosen = net_spec(run, key)
-    if type(net) is imported(chosen["class_path"], key):
+    if type(net) is import_class(chosen["class_path"], key):
         return chosen
     parts = {"student": chosen, "teacher": net_spec(run, "teacher"), "input_shape": run.data.input_shape}
     return spec(f"{type(net).__module__}.{type(net).__name__}", parts)
 
 
-def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
+def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
     """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
     optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
     if config.scheduler is not None:

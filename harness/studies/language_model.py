@@ -19,7 +19,7 @@ from harness.runs.nets import load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
-from harness.runs.tensorboard import indented, log_text
+from harness.runs.tensorboard import indent, log_text
 from harness.studies.fits import fit
 from harness.studies.measure import log_means
 from lit_modules import nets
@@ -56,7 +56,7 @@ def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -
     if header.config["trainer"].get("max_time") is not None:
         trained = [record.nets[NAME].trained_epochs for record in records]
         ended = say_epochs({NAME: trained}, {NAME: planned_epochs(header)})
-    page = "\n\n".join([head(header, BITS), by_seed.markdown(), *ended, indented(first)])
+    page = "\n\n".join([head(header, BITS), by_seed.markdown(), *ended, indent(first)])
     write_text(out / "results.md", page)
     write_text(out / "report.html", html.page(page, {}))
     metric = {"name": BITS.name, "higher_is_better": False}

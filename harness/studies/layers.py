@@ -25,7 +25,7 @@ def print_layers(run: Session, keys: Sequence[str]) -> None:
         if is_main_process():
             lines = [list(line) for line in layers(net, run.data.example[:1])]
             table = Table(["layer", "is", "output"], lines, left=3)
-            print(f"{key} {cli.chosen(run.config, key).name}\n\n{table.plain()}\n", flush=True)
+            print(f"{key} {cli.choice_at(run.config, key).name}\n\n{table.plain()}\n", flush=True)
 
 
 def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:

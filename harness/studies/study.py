@@ -107,7 +107,7 @@ class Study(Generic[Row]):
         self.write(order)
         print(self.line(row), flush=True)
 
-    def fail(self, error: Exception, name: str, *more: str) -> None:
+    def fail(self, error: Exception, name: str, *others: str) -> None:
         """Record and print that a case failed, or several for one reason."""
         signals.stop_if_requested()  # which may be the cause
         line = one_line(error, self.parser)
@@ -115,9 +115,9 @@ class Study(Generic[Row]):
             last = (str(error).strip().splitlines() or [""])[-1]
             line = last if "rror: " in last else f"{type(error).__name__}: {last}"
         line = " ".join(line.partition("; --out FOLDER")[0].split())  # there is no checkpoint to go on from
-        self.failed |= dict.fromkeys([name, *more], line)
-        others = f" and {len(more)} more" if more else ""
-        sys.stderr.write(f"{name}{others} failed: {line}\n")
+        self.failed |= dict.fromkeys([name, *others], line)
+        counted = f" and {len(others)} more" if others else ""
+        sys.stderr.write(f"{name}{counted} failed: {line}\n")
 
     def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
         """Return reasons, by name, why cases are not in the table: skipped ones, then failed ones."""

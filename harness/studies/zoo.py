@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from apprentice.errors import BadInput, reason
 from harness import cli
-from harness.cli.classes import Classes, imported
+from harness.cli.classes import Classes
 from harness.cli.messages import one_line
 from harness.cli.signatures import Missing, options_of
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from lit_modules import objectives
@@ -32,10 +32,10 @@ def needs() -> dict[str, list[str]]:
 
 def _is_default(choice: cli.Choice) -> bool:
     """Return whether a method has its default options."""
-    return choice.init_args == options_of(imported(choice.class_path, "variants")).defaults
+    return choice.init_args == choice.signature("variants").defaults
 
 
-def fitting(
+def list_fitting(
     config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
 ) -> list[str]:
     """Name the arms that can be trained; a line names each of the others, with the reason.
@@ -54,7 +54,7 @@ def fitting(
     fit, chosen = [], {choice.name for choice in config.variants.values()}
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
-            notice(f"without {method.lower()}: expected --variants.NAME {method} with its {listed(missing)}")
+            notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
     for name, arm in arms.items():
         if not _is_default(arm.method) or {name, arm.variant} & {*(config.only or ())}:
             fit.append(name)

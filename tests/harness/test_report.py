@@ -158,7 +158,7 @@ def test_all_pairs_are_corrected_together(found: Results) -> None:
     values = {name: np.array(net.scores["test_acc"]) for name, net in found.students.items()}
     pairs = list(itertools.combinations(values, 2))
     expected = holm({f"{a} {b}": p_value((values[a] - values[b]).tolist()) for a, b in pairs})
-    compared = plots.compared_pairs(found)
+    compared = plots.compare_pairs(found)
     assert [(pair["one"], pair["other"]) for pair in compared] == pairs
     for pair in compared:
         assert pair["p"] == pytest.approx(expected[f"{pair['one']} {pair['other']}"])
@@ -169,7 +169,7 @@ def test_all_pairs_are_corrected_together(found: Results) -> None:
 def test_a_pair_with_the_same_difference_on_every_seed_has_no_colour() -> None:
     rows = {"ce": (300, 310, 320), "kd": (320, 330, 340), "hint": (200, 211, 220)}
     three = made_up(3, **{name: [student(count) for count in counts] for name, counts in rows.items()})
-    p = {(pair["one"], pair["other"]): pair["p"] for pair in plots.compared_pairs(three)}
+    p = {(pair["one"], pair["other"]): pair["p"] for pair in plots.compare_pairs(three)}
     assert p["ce", "kd"] is None
     smallest = p_value([120 / TEST, 119 / TEST, 120 / TEST])
     assert p["kd", "hint"] == pytest.approx(3 * smallest)  # of three pairs, not of two

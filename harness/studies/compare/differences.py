@@ -9,7 +9,7 @@ from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, rules_of
 from harness.reports.results import Results
 from harness.reports.settings import OF_TABLE, objectives, settings, write_value
-from harness.reports.tables import NONE, listed
+from harness.reports.tables import NONE, join_words
 from harness.studies.compare.fairness import idle_settings, same
 from harness.studies.compare.runs import Run
 
@@ -50,7 +50,7 @@ def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
     for student in dict.fromkeys(student for learnt in learnt_by_run.values() for student in learnt):
         texts = {f"{run}/{student}": learnt[student] for run, learnt in learnt_by_run.items() if student in learnt}
         groups = list(_by_value(texts))
-        objectives_by_row |= {student if len(groups) == 1 else listed(rows): text for text, rows in groups}
+        objectives_by_row |= {student if len(groups) == 1 else join_words(rows): text for text, rows in groups}
     return objectives_by_row
 
 
@@ -128,5 +128,5 @@ def lines_of(differing: Sequence[Difference], runs: Sequence[str]) -> tuple[list
 def _by_run(difference: Difference) -> list[list[str]]:
     groups = list(_by_value(difference.values))
     most = max((names for _, names in groups), key=len)
-    lines = [[text, "the others" if names is most and len(most) > FEW else listed(names)] for text, names in groups]
+    lines = [[text, "the others" if names is most and len(most) > FEW else join_words(names)] for text, names in groups]
     return [["" if i else difference.setting, *line] for i, line in enumerate(lines)]

@@ -6,7 +6,7 @@ from typing import Any
 from datamodules.fingerprints import changed_parts
 from harness.cli.resuming import PLACES
 from harness.reports.settings import is_off
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.studies.compare.runs import Run
 
 # With these options of the Trainer, `data` in results.json has the size of the part that was used.
@@ -33,9 +33,9 @@ def why_not_comparable(first: Run, run: Run) -> str:
     if all(classes) and classes[0] != classes[1]:  # in another order they are the same
         return "other data (of other classes)"
     if parts := [part for part in other_samples(first, run) if part not in limited]:
-        return f"other data (other samples in {listed(parts)})"
+        return f"other data (other samples in {join_words(parts)})"
     if not set(run.seeds) & set(first.seeds):
-        return f"no seed in common ({listed([str(seed) for seed in run.seeds])})"
+        return f"no seed in common ({join_words([str(seed) for seed in run.seeds])})"
     return ""
 
 

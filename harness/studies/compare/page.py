@@ -31,7 +31,7 @@ def table(comparison: Comparison) -> Table:
     differences = [
         NONE if row.name == baseline or _is_baseline(row, first) else metric.difference(row.delta) for row in rows
     ]
-    figures = [row.entry.combined() for row in rows]
+    figures = [row.entry.with_means() for row in rows]
     return table_of([
         ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows]),
         ("data", [f"{row.data.get('name')} {count(row.data.get('train'))}" for row in rows]),
@@ -117,7 +117,7 @@ def picture(comparison: Comparison) -> bytes:
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
     else:
-        figures = [row.entry.combined() for row in rows]
+        figures = [row.entry.with_means() for row in rows]
         label, places = axis(cost_of(figures), figures)
     lines = zip(rows, places, strict=True)
     return metric_picture(

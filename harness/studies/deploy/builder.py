@@ -18,7 +18,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness import cli
 from harness.cli import sources
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs import samples
 from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
@@ -29,7 +29,7 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.checks import check_batch_size, check_net
-from harness.studies.choices import build_net, learning, match_classes
+from harness.studies.choices import build_net, learner_options, match_classes
 from harness.studies.deploy import formats
 from harness.studies.fits import fit, wait_for_main
 from harness.studies.measure import log_row
@@ -92,15 +92,15 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     data = sources.load(settings, "run").get("data") if settings.is_file() else None
     if isinstance(data, dict) and "class_path" in data:
         try:
-            imported(data["class_path"], "data", (kind,))
+            import_class(data["class_path"], "data", (kind,))
         except BadInput as fault:
             raise BadInput("run", run, f"a student of images; its run's data is {fault.value}") from None
     return data
 
 
 @contextmanager
-def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """Turn errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
+def of_net(flag: str, value: object, *others: str) -> Iterator[None]:
+    """Turn errors of torch.export and torchao about a net, and those of `others`, into a BadInput of its flag."""
     output = io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -108,7 +108,7 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             yield
         sys.stderr.write(output.getvalue())
     except BadInput as fault:
-        if fault.argument.partition(".")[0] not in {flag, *more}:
+        if fault.argument.partition(".")[0] not in {flag, *others}:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
@@ -181,7 +181,7 @@ class Builder:
         """Build the module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
-        options |= {**learning(self.config, self.data), "labelled": self.data.labelled is None}
+        options |= {**learner_options(self.config, self.data), "labelled": self.data.labelled is None}
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:

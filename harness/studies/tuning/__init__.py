@@ -103,7 +103,7 @@ class Tuning:
         spaces.check(config, self.arms)
         if config.resume:
             plan = load_plan(Path(config.out) / FOLDER, config)
-            if plan["tune_wave"] != config.tune_wave and not self._unplanned(plan["waves"]):
+            if plan["tune_wave"] != config.tune_wave and not self._list_unplanned(plan["waves"]):
                 before = f"{plan['tune_wave'] or 'no --tune_wave'}, as the search in {config.out} began"
                 expected = f"{before}; leave it out, or take another --out"
                 raise BadInput("tune_wave", config.tune_wave, expected)
@@ -231,7 +231,7 @@ class Tuning:
         out = self.inner.session.out
         with main_first("plan"):
             plan = load_plan(out, self.config)
-            if new := self._unplanned(plan["waves"]):
+            if new := self._list_unplanned(plan["waves"]):
                 trials = {trial.name: trial for of_row in self.trials.values() for trial in of_row}
                 plan["tune_wave"] = self.config.tune_wave
                 plan["waves"] += in_waves(self.inner, [[trials[name] for name in unit] for unit in new])
@@ -241,7 +241,7 @@ class Tuning:
         waves: list[list[str]] = plan["waves"]
         return waves
 
-    def _unplanned(self, waves: Sequence[Sequence[str]]) -> list[list[str]]:
+    def _list_unplanned(self, waves: Sequence[Sequence[str]]) -> list[list[str]]:
         """Return the settings that are in none of the waves, those of a team together."""
         planned = {name for wave in waves for name in wave}
         numbers = [(team, trial) for team in self.teams for trial in range(len(self.trials[team[0]]))]
