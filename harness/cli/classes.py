@@ -102,9 +102,8 @@ def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> ty
         raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
     target = getattr(module, name, None)
     if not inspect.isclass(target):
-        classes = [
-            other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
-        ]
+        members = vars(module).items()
+        classes = [other for other, value in members if inspect.isclass(value) and issubclass(value, bases)]
         fault = f"is no class of {module_name}" if target is None else "is no class"
         hint = near(name, classes) + hidden_file(module_name)
         raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")

@@ -52,12 +52,9 @@ def settings(config: Namespace) -> dict[str, Any]:
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
     parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
-    parts += [
-        strategy,
-        f"devices {trainer['devices']}",
-        precision,
-        *([f"exact {config.exact}"] if config.exact else []),
-    ]
+    parts += [strategy, f"devices {trainer['devices']}", precision]
+    if config.exact:
+        parts.append(f"exact {config.exact}")
     return {
         "training": ", ".join(map(str, parts)), "data": data.name, "batch_size": data.init_args.get("batch_size"),
         **{key: choice.name for key, choice in rates}, "lr": rates[0][1].init_args.get("lr"), limit: length,

@@ -24,9 +24,8 @@ def settings(config: Mapping[str, Any], free: Collection[str]) -> list[str]:
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
     written = [name for name in names if name in FIRST or name not in {*free, *ELSEWHERE}]
-    return [
-        _line(name, flags[name]) for name in written if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)
-    ]
+    acting = {name: flags[name] for name in written if flags[name] != NEUTRAL.get(name)}
+    return [_line(name, value) for name, value in acting.items() if not is_off(value)]
 
 
 def _line(name: str, value: Any) -> str:

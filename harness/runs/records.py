@@ -158,11 +158,8 @@ def check_format(facts: dict[str, Any], path: str | Path, flag: str = "out") -> 
     """Take the number of its format from a file's content; BadInput if it is of another format."""
     number = facts.pop("format", None)
     if number != FORMAT:
-        raise BadInput(
-            flag,
-            path,
-            f"format {FORMAT}, which this version writes; it has {number or 'no number'}; take another folder",
-        )
+        expected = f"format {FORMAT}, which this version writes; it has {number or 'no number'}; take another folder"
+        raise BadInput(flag, path, expected)
 
 
 def check_figures(*figures: Any) -> None:

@@ -80,9 +80,8 @@ class Session:
 
     def loggers(self, fit: str) -> list[Logger]:
         """Make the loggers that the user has chosen beside TensorBoard's; a fit is a run in each."""
-        return loggers.make_loggers(
-            self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
-        )
+        run = f"{Path(self.config.out or self.name).name}/{fit}"
+        return loggers.make_loggers(self.config.trainer.init_args["logger"], run)
 
     @property
     def is_double(self) -> bool:

@@ -51,13 +51,7 @@ class RunsLogger(Logger):
     name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
 
     def __init__(
-        self,
-        root: Path,
-        runs: Iterable[str],
-        default: str,
-        purge_step: int = 0,
-        part: str = "",
-        score: str = "acc",
+        self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "", score: str = "acc"
     ) -> None:
         super().__init__()
         self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default

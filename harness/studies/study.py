@@ -76,8 +76,8 @@ class Study(Generic[Row]):
     def _check_same(self, before: Mapping[str, Any], how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"
         now = self.header["config"].get("trainer", {})
-        for key in FIXED if now else ():
-            if (was := before["config"]["trainer"][key]) != now[key]:
+        for key in FIXED:
+            if key in now and (was := before["config"]["trainer"][key]) != now[key]:
                 old, new = (value["class_path"] if isinstance(value, dict) else value for value in (was, now[key]))
                 raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another --out")
         here, there = ({**part["hardware"], "torch": part["versions"]["torch"]} for part in (self.header, before))

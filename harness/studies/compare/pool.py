@@ -36,9 +36,7 @@ def pool(runs: Sequence[Run]) -> Results:
     ran = {run.name: machine(vars(run.results)).get("Commit", "unknown") for run in runs}
     if len({*ran.values()}) > 1:
         notice(f"commits differ: {'; '.join(f'{commit} of {name}' for name, commit in ran.items())}")
-    header = Header(
-        **{name: value for name, value in vars(first.results).items() if name in Header.__dataclass_fields__}
-    )
+    header = Header.read(vars(first.results))
     header.config, header.seeds = {**header.config, "seeds": seeds}, seeds
     header.commits = list(dict.fromkeys(commit for run in runs for commit in run.results.commits))
     head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}

@@ -74,9 +74,8 @@ class Options(cli.OneSeedOptions):
             if getattr(self, name) < 1:
                 raise BadInput(name, getattr(self, name), "a whole number, at least 1")
         if self.run is not None and self.student_epochs != Options.student_epochs:
-            raise BadInput(
-                "student_epochs", self.student_epochs, "it left out: the student in --run is trained already"
-            )
+            expected = "it left out: the student in --run is trained already"
+            raise BadInput("student_epochs", self.student_epochs, expected)
 
 
 def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
@@ -240,9 +239,5 @@ class Builder:
         """Return the net of each format, in eval mode on the CPU."""
         images, _ = images_of(self.data, "train", self.config.calibration_size)
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
-        return {
-            "float32": net,
-            "bfloat16": rounded,
-            "int8-ptq": quantize_post_training(net, images.split(128)),
-            NAME: int8,
-        }
+        ptq = quantize_post_training(net, images.split(128))
+        return {"float32": net, "bfloat16": rounded, "int8-ptq": ptq, NAME: int8}

@@ -147,7 +147,9 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
     """
     searched, trials = spaces(config, arm), [replace(arm, trial=0)]
     seen = [options(config, trials[0], searched)]
-    for point in _points(POINTS_FOR_ONE * count, seed) if searched else ():
+    if not searched:
+        return trials
+    for point in _points(POINTS_FOR_ONE * count, seed):
         if len(trials) == count:
             break
         values = {name: space.at(float(u)) for (name, space), u in zip(searched.items(), point, strict=False)}
