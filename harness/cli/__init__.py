@@ -1,6 +1,6 @@
 """The command line of an experiment: flags and YAML to classes and their options, errors in one line.
 
-First the classes are found that flags and files choose; then jsonargparse reads the options of each one's constructor.
+The first pass finds the classes that flags and files choose; in the second jsonargparse reads their options.
 """
 
 from harness.cli.classes import Choice, arguments, build, factory, refusals

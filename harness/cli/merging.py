@@ -47,7 +47,7 @@ def _is_same_class(name: object, old: object, options: Layer, classes: Classes |
 
 
 def settings_of_any_class(recipes: Sequence[Layer], layers: Sequence[Layer], classes_at: ClassesAt) -> Layer:
-    """Return what recipes set of classes that they do not choose, and that no later layer sets."""
+    """Return the options in recipes of classes that recipes do not choose, unless a later layer sets them."""
     of_recipes = {flag: setting for recipe in recipes for flag, setting in recipe.items()}
     explicit = merge(layers, classes_at)
     return {

@@ -15,7 +15,7 @@ MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are li
 class RunOptions:
     """Options that every experiment has; one with more derives its own from them.
 
-    What a resumed run may do with an option is in its field's metadata: it has to stay where that says nothing.
+    A field's metadata says how a resumed run may change the option; without it, the option has to stay.
 
     Args:
         seeds: N repeats everything with the seeds 0 to N - 1; a list, as [42], names them.

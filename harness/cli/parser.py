@@ -174,7 +174,7 @@ class Parser:
         return config
 
     def on_resume(self, flag: str) -> OnResume:
-        """Return what a resumed run may do with a setting: as it, or what it is an option of, declares."""
+        """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
         while flag not in self._on_resume and "." in flag:
             flag = flag.rpartition(".")[0]
         return self._on_resume.get(flag, FIXED)

@@ -25,7 +25,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a resumed run may do with an option, and why not more, where that is not plain."""
+    """The change of an option that a resumed run allows, and the reason where it allows no other."""
 
     change: Change = Change.NONE
     why: str = ""

@@ -1,4 +1,4 @@
-"""The rows of a comparison: each method of `--variants` for each net of `--students`, and which of them are wanted."""
+"""The rows of a comparison: each method of `--variants` for each net of `--students`, as `--only` picks them."""
 
 import re
 from argparse import Namespace
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of its line in the table, of its folder, and in results.json."""
+        """Its name in the table, in results.json and of its folder."""
         return "-".join(filter(None, (self.student, self.variant)))
 
     @property
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a run has a fit or folder of this name, or torch's container of the rows an attribute."""
+    """Return whether a fit, a folder or an attribute of torch's ModuleDict has this name."""
     return bool(re.fullmatch(r"teacher|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
 
 
@@ -69,7 +69,7 @@ def rows(config: Namespace) -> dict[str, Row]:
 
 
 def list_used(config: Namespace, key: str) -> list[str]:
-    """Return the names of those choices at a key that the wanted rows are made of."""
+    """List the names of the choices at a key that the rows of `--only` use."""
     names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
     return list(dict.fromkeys(name for name in names if name is not None))
 

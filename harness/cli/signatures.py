@@ -113,7 +113,7 @@ def _fits(value: Any) -> bool:
 
 
 class Texts(NamedTuple):
-    """What stands below a key of the command line as it was given, whatever it is; `about` says it in the help."""
+    """Settings of any names below a key, kept as text; `about` describes them in the help."""
 
     about: str
 

@@ -1,4 +1,4 @@
-"""What was given, by flag: the command line and YAML files, one layer each."""
+"""Settings by flag: a layer for the command line, and one for each YAML file."""
 
 import os
 import re

@@ -13,9 +13,8 @@ from harness.reports.measures import FIGURES
 from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
 
-# TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
-# differ. So the score is a setting too, and four settings say in words what all the others are.
-# The tasks' default scores, in every table; another one, by which a run is judged, is in its own.
+# TensorBoard ticks the first five settings, by name, of those that are said to differ. So the score is a setting too,
+# and four settings sum up all others. Each table has the tasks' default scores, and the one by which its run is judged.
 SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {

@@ -93,7 +93,7 @@ def table(results: Results) -> Table:
 
 
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
-    """Return the mean of a score over the nets that there are."""
+    """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
 
 

@@ -75,7 +75,7 @@ def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, li
 
 
 def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -> None:
-    """Take from a stage's Trainer the callbacks that monitor what another stage logs, and say so in a line each."""
+    """Remove a stage's callbacks that monitor what only another stage logs, with a notice for each."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks[:]:
         monitor = callback.monitor if isinstance(callback, Monitor) else None

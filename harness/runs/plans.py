@@ -108,7 +108,7 @@ class FitPlan:
         return out / f"seed{self.seed}"
 
     def record(self, out: Path) -> Path:
-        """Return the file that says what it has found; the fit is finished when it is there."""
+        """Return the file of its results; the fit is finished when it is there."""
         return self.folder(out) / f"{self.name}.json"
 
     def checkpoint(self, out: Path) -> Path:

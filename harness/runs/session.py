@@ -70,7 +70,7 @@ class Session:
 
     @cached_property
     def samples(self) -> dict[str, Any]:
-        """What data.json says of the data."""
+        """The content of data.json."""
         return samples.describe_samples(self.data)
 
     @property

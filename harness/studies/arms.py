@@ -1,4 +1,4 @@
-"""The arms of a comparison: each method of `--variants` for each net of `--students`, as far as `--only` wants them."""
+"""The arms of a comparison: each method of `--variants` for each net of `--students`, as `--only` picks them."""
 
 from argparse import Namespace
 from collections import deque
@@ -12,7 +12,7 @@ from harness.runs.plans import Arm
 
 
 def arms(config: Namespace) -> dict[str, Arm]:
-    """Return the arms of `--only`, by name, and those that they learn from, with the settings that the user gave."""
+    """Return the arms of `--only`, and those that they learn from, by name, with the user's settings."""
     rows = cli.rows(Namespace(**{**vars(config), "only": None}))
     all_arms = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
     names, queue = set[str](), deque(cli.rows(config))
@@ -26,7 +26,7 @@ def arms(config: Namespace) -> dict[str, Arm]:
 
 @contextmanager
 def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
-    """Give errors of an arm, by its name below `--variants`, its method's flag, and its net's if there are several."""
+    """Turn the flag of an arm's error, its name below `--variants`, into its method's, and add its net's."""
     try:
         yield
     except BadInput as fault:

@@ -1,8 +1,7 @@
 """The bake-off: for each seed a teacher and its students, then one table of all seeds.
 
-A finished run may grow. Its students are those of one fit, `students`, and of a further one for those that came each
-time, `students-2` and so on: a student is the same alone and in company. Teachers are kept, and new seeds' teachers
-have as many epochs.
+A finished run may grow: students that are added train in a fit of their own, `students-2` and so on, as a student is
+the same alone and in company. Teachers are kept, and teachers of new seeds have as many epochs.
 """
 
 import itertools
