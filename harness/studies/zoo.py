@@ -30,11 +30,6 @@ def needs() -> dict[str, list[str]]:
     }
 
 
-def _is_default(choice: cli.Choice) -> bool:
-    """Return whether a method has its default options."""
-    return choice.init_args == choice.signature("variants").defaults
-
-
 def list_fitting(
     config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
 ) -> list[str]:
@@ -56,7 +51,8 @@ def list_fitting(
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
     for name, arm in arms.items():
-        if not _is_default(arm.method) or {name, arm.variant} & {*(config.only or ())}:
+        is_default = arm.method.init_args == arm.method.signature("variants").defaults
+        if not is_default or {name, arm.variant} & {*(config.only or ())}:
             fit.append(name)
             continue
         try:

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,16 +40,13 @@ def parse(value: Any, flag: str) -> Space:
             if not (-math.inf < low < high < math.inf and (form[1] == "linear" or low > 0)):
                 raise ValueError
             return FORMS[form[1]](low, high)
-        values = [yaml.safe_load(item) if isinstance(item, str) else item for item in _as_list(value)]
+        items = value if isinstance(value, list) else [value]
+        values = [yaml.safe_load(item) if isinstance(item, str) else item for item in items]
     except (ValueError, yaml.YAMLError):
         raise BadInput(flag, text, EXPECTED) from None
     if not values or any(isinstance(item, dict) or item is None or "(" in str(item) for item in values):
         raise BadInput(flag, text, EXPECTED)
     return Choice(tuple(tuple(item) if isinstance(item, list) else item for item in values))
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
