@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from apprentice.errors import BadInput
 from harness.cli.messages import with_flag
-from harness.cli.sources import at_home
+from harness.cli.sources import expand_home
 from harness.console import console
 from harness.reports import pages
 from harness.runs import calls
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=at_home, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("runs", nargs="+", type=expand_home, metavar="RUN", help="folder of a finished run")
     where = "where the results go; by default a folder under runs/compare/"
-    parser.add_argument("--out", type=at_home, metavar="FOLDER", help=where)
+    parser.add_argument("--out", type=expand_home, metavar="FOLDER", help=where)
     parser.add_argument(
         "--against", metavar="FLAG", help="a setting in whose numbers the runs differ: the picture's axis"
     )

@@ -27,7 +27,7 @@ import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
-from harness.studies.choices import learning, make_net
+from harness.studies.choices import learner_options, make_net
 from lab.studies.hardware import Bench, Cases, Study
 from lab.studies.isolation import IDLE, default_devices, one_thread, usual_threads
 from lit_modules import nets
@@ -68,7 +68,7 @@ def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = 
     """The module, with the same first weights in every row."""
     net = make_net(config, "net", config.seeds[0], data.net_arguments)
     net = nn.DataParallel(net) if split else net
-    return LitClassifier(net, data.num_classes, **learning(config, data), seed=config.seeds[0])
+    return LitClassifier(net, data.num_classes, **learner_options(config, data), seed=config.seeds[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ from harness.runs.plans import Arm
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, learning
+from harness.studies.choices import build_net, learner_options
 from harness.studies.continued import go_on
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
@@ -135,13 +135,13 @@ def parser() -> cli.Parser:
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", kinds, datamodules, "Digits")
-    given = ("data", "given_to_nets")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", given=given)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", given=given)
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, given=given, replaces="student")
+    fixed_by = ("data", "given_to_nets")
+    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed_by=fixed_by)
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed_by=fixed_by)
+    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed_by=fixed_by, replaces="student")
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    bases, more = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
-    parser.add_variants("variants", bases, objectives, variants, more)
+    bases, additions = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
+    parser.add_variants("variants", bases, objectives, variants, additions)
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
     parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
@@ -157,31 +157,31 @@ class KD(BakeOff):
 
     def teacher(self, seed: int) -> LitClassifier:
         """Build a seed's teacher, with its weights if `--teacher_ckpt` is given."""
-        run, config = self.session, self.config
-        net = build_net(run, "teacher", seed)
+        session, config = self.session, self.config
+        net = build_net(session, "teacher", seed)
         if config.teacher_ckpt is not None:
-            load_teacher(run, net, seed)
+            load_teacher(session, net, seed)
         if config.teacher_head_only:
             nets.heads(net, "teacher")  # or it is refused by its flag
-        options = {**learning(config, run.data), "seed": seed, "head_only": config.teacher_head_only}
-        module = LitClassifier(net, run.data.num_classes, **options)
+        options = {**learner_options(config, session.data), "seed": seed, "head_only": config.teacher_head_only}
+        module = LitClassifier(net, session.data.num_classes, **options)
         if config.teacher_continue:
-            go_on(module, checkpoint_of(run, seed))
+            go_on(module, checkpoint_of(session, seed))
         return module
 
     def students(self, seed: int, arms: Iterable[Arm], teacher: nn.Module) -> Distillation:
         """Build the module of some students of a teacher."""
-        run, config, data = self.session, self.config, self.session.data
+        session, config, data = self.session, self.config, self.session.data
         students, optimizers = {}, {}
         for arm in arms:
             objective = arm.objective(config)
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
-            students[arm.name] = build_net(run, arm.net, seed_of_net), objective
+            students[arm.name] = build_net(session, arm.net, seed_of_net), objective
             if arm.optimizer:
                 optimizers[arm.name] = arm.optimizer
         return Distillation(
-            teacher, students, data.input_shape, data.num_classes, seed=seed, **learning(config, data),
+            teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
             optimizer_options=optimizers,

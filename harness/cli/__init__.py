@@ -1,6 +1,6 @@
 """The command line of an experiment: flags and YAML to classes and their options, errors in one line.
 
-First the classes are found that flags and files choose; then jsonargparse reads the options of each one's constructor.
+The first pass finds the classes that flags and files choose; in the second jsonargparse reads their options.
 """
 
 from harness.cli.classes import Choice, arguments, build, factory, refusals
@@ -8,11 +8,11 @@ from harness.cli.messages import one_line_errors, with_flag
 from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
 from harness.cli.parser import Parser
 from harness.cli.resuming import CALL, FREE, GROWS, OnResume
-from harness.cli.rows import Row, chosen, pick, rows
+from harness.cli.rows import Row, choice_at, pick, rows
 from harness.cli.training import Names, Strategies
 
 __all__ = [
     "CALL", "FREE", "GROWS", "MOST_SEEDS", "Choice", "Names", "OnResume", "OneSeedOptions", "Parser", "Row",
-    "RunOptions", "Strategies", "arguments", "build", "chosen", "factory", "one_line_errors", "pick",
-    "refusals", "rows", "with_flag",
+    "RunOptions", "Strategies", "arguments", "build", "choice_at", "factory", "one_line_errors", "pick", "refusals",
+    "rows", "with_flag",
 ]  # fmt: skip

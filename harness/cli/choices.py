@@ -27,7 +27,7 @@ class Resolver:
         self._missing: list[BadInput] = []
 
     def one(self, classes: Classes, key: str, optional: bool = False) -> Chosen:
-        """The one class that is chosen at a key, or None if that is `optional`."""
+        """Return the one class that is chosen at a key, or None if that is `optional`."""
         chosen = self.choose(classes, key)
         if isinstance(chosen, list) or (chosen is None and not optional):
             value = "null" if chosen is None else self.settings[key].value
@@ -35,7 +35,7 @@ class Resolver:
         return chosen
 
     def choose(self, classes: Classes, key: str) -> Chosen:
-        """What is chosen at this key, with its options."""
+        """Return what is chosen at this key, with its options."""
         setting = self.settings.get(key, Setting(None))
         name = read_value(setting.value, key)
         if isinstance(name, dict):
@@ -57,13 +57,13 @@ class Resolver:
         return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
 
     def texts(self, key: str) -> dict[str, Any]:
-        """All values below a key, by the rest of their flags."""
+        """Return all values below a key, by the rest of their flags."""
         values = self._below(key)
         self.flags |= {f"{key}.{name}": (value, "") for name, value in values.items()}
         return values
 
     def options(self, signature: Signature, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a class: as set, else these defaults, else those of its constructor."""
+        """Return the options of a class: as set, else these defaults, else those of its constructor."""
         self._keys[key] = signature
         values = {}
         for name, default in {**signature.defaults, **defaults}.items():
@@ -72,7 +72,7 @@ class Resolver:
             classes = next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
             if value is not Missing and classes is not None:
                 self.settings.setdefault(flag, Setting(None if default is Missing else default))
-                values[name] = _fitting(self.choose(classes, flag), hint, classes, value, flag)
+                values[name] = _fit_to_hint(self.choose(classes, flag), hint, classes, value, flag)
                 continue
             values[name] = default if value is Missing else signature.check(name, value, key)
             self.flags[flag] = values[name], signature.help[name]
@@ -83,7 +83,7 @@ class Resolver:
         return values
 
     def _value(self, flag: str) -> Any:
-        """The value at a flag; with settings below it, the mapping that they make."""
+        """Return the value of a flag or, if there are settings below it, their mapping."""
         value = self.settings.get(flag, Setting(Missing)).value
         mapping: dict[str, Any] = {}
         for name, inner in self._below(flag).items():
@@ -102,15 +102,15 @@ class Resolver:
 
     def check_complete(self, plain: Sequence[str]) -> None:
         """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""
-        known = {*self.flags, *plain} - OF_A_CALL
+        valid_flags = {*self.flags, *plain} - OF_A_CALL
         for flag, setting in self.settings.items():
-            if flag not in known:
+            if flag not in valid_flags:
                 raise BadInput(flag, setting.value, self._expected(flag, plain))
         for error in self._missing:
             raise error
 
     def _expected(self, flag: str, plain: Sequence[str]) -> str:
-        """What would have been right in place of a flag that does not exist."""
+        """Say what is expected in place of a flag that does not exist."""
         if flag in OF_A_CALL:
             return "it on the command line alone"
         if flag.endswith(".init_args"):
@@ -128,7 +128,7 @@ class Resolver:
         return f"--{key} with the name of a class beside it{f'; {place} is a name without options' if place else ''}"
 
 
-def _fitting(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:
+def _fit_to_hint(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:
     kinds = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
     if isinstance(chosen, Choice) and not any(kind in classes.bases for kind in kinds):
         return [chosen]

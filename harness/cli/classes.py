@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 from apprentice.errors import BadInput, reason
 from harness.cli.messages import near
 from harness.cli.modules import hidden_file, import_module
-from harness.cli.signatures import options_of
+from harness.cli.signatures import Signature, options_of
 
-SHOWN = 8  # names in a message
+MOST_NAMES = 8  # names in a message
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Choice:
     def name(self) -> str:
         """The class's short name."""
         return self.class_path.rpartition(".")[2]
+
+    def signature(self, key: str = "", skip: frozenset[str] = frozenset()) -> Signature:
+        """Return the options of the class; BadInput of this key if it can't be imported."""
+        return options_of(import_class(self.class_path, key), skip)
 
 
 Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Lightning looks up
@@ -43,7 +47,7 @@ class Classes:
     refused: Mapping[Any, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
     @property
-    def known(self) -> dict[str, type]:
+    def by_name(self) -> dict[str, type]:
         """The package's classes by short name."""
         return {
             name: value
@@ -53,60 +57,59 @@ class Classes:
         }  # fmt: skip
 
     def _of_package(self, *bases: type) -> dict[str, type]:
-        """The package's classes with one of these bases, by name."""
-        found = vars(self.package).items()
-        return {name: value for name, value in found if inspect.isclass(value) and issubclass(value, bases)}
+        """Return the package's classes with one of these bases, by name."""
+        classes = {name: value for name, value in vars(self.package).items() if inspect.isclass(value)}
+        return {name: value for name, value in classes.items() if issubclass(value, bases)}
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
-        """The class of this name or import path, with the options that the name sets; BadInput if it can't be used."""
+        """Find a class by name or import path, and the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
-            found: type | None = imported(name, key, self.bases)
+            chosen: type | None = import_class(name, key, self.bases)
         else:
-            found = {**self.known, **self._of_package(*self.refused)}.get(str(name))
-        if found is None or found in self.bases:
+            chosen = {**self.by_name, **self._of_package(*self.refused)}.get(str(name))
+        if chosen is None or chosen in self.bases:
             raise BadInput(key, name, self.expected(name))
         for refused, expected in self.refused.items():
-            if issubclass(found, refused):
+            if issubclass(chosen, refused):
                 raise BadInput(key, name, expected)
-        return found, {}
+        return chosen, {}
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
-        """Whether a name stands for the class of an old name, which has these options."""
-        whole, before = (each if "." in str(each) else f"{self.package.__name__}.{each}" for each in (name, old))
+        """Return whether a name stands for the class of an old name, which has these options."""
+        whole, before = (value if "." in str(value) else f"{self.package.__name__}.{value}" for value in (name, old))
         return whole == before
 
-    def path(self, found: type, name: str) -> str:
-        """The class path to write down: the package's if the class is there, else the name."""
-        inside = getattr(self.package, found.__name__, None) is found
-        return f"{self.package.__name__}.{found.__name__}" if inside else name
+    def path(self, chosen: type, name: str) -> str:
+        """Return the class path to write down: the package's if the class is there, else the name."""
+        inside = getattr(self.package, chosen.__name__, None) is chosen
+        return f"{self.package.__name__}.{chosen.__name__}" if inside else name
 
     def expected(self, name: Any = "") -> str:
-        """The short names, for a message, and those near to `name`."""
-        known = list(self.known)
-        shown = ", ".join(known if len(known) <= SHOWN else [*known[:SHOWN], "..."])
-        return f"{shown} or the import path of a class{near(name, known)}"
+        """Return the short names, for a message, and those near to `name`."""
+        names = list(self.by_name)
+        listed = ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."])
+        return f"{listed} or the import path of a class{near(name, names)}"
 
 
-def imported(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
-    """The class at an import path, first of the working directory; BadInput, with near names, if it is not there."""
+def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
+    """Import a class by its path, from the working directory first; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever a user's module does
         raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        classes = [
-            other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
-        ]
-        fault = f"is no class of {module_name}" if found is None else "is no class"
-        more = near(name, classes) + hidden_file(module_name)
-        raise BadInput(key, path, f"the import path of a class; {name} {fault}{more}")
-    if not issubclass(found, bases):
+    target = getattr(module, name, None)
+    if not inspect.isclass(target):
+        members = vars(module).items()
+        classes = [other for other, value in members if inspect.isclass(value) and issubclass(value, bases)]
+        fault = f"is no class of {module_name}" if target is None else "is no class"
+        hint = near(name, classes) + hidden_file(module_name)
+        raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")
+    if not issubclass(target, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")
-    return found
+    return target
 
 
 def _why_not(module_name: str, error: Exception) -> str:
@@ -116,7 +119,7 @@ def _why_not(module_name: str, error: Exception) -> str:
         return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
     places = getattr(import_module(parent), "__path__", []) if parent else None
-    others = near(missing, [found.name for found in pkgutil.iter_modules(places)])
+    others = near(missing, [module.name for module in pkgutil.iter_modules(places)])
     return f"there is no module {error.name}{others}{hidden_file(module_name)}"
 
 
@@ -125,20 +128,20 @@ def _is_choice(value: Any) -> bool:
 
 
 def plain(chosen: Any) -> Any:
-    """A choice as YAML has it, or a list or mapping of choices."""
+    """Convert a choice, or a list or mapping of choices, to plain data for YAML."""
     if isinstance(chosen, dict):
         return {name: plain(entry) for name, entry in chosen.items()}
     if isinstance(chosen, list):
         return [plain(entry) for entry in chosen]
     if not isinstance(chosen, Choice):
         return chosen
-    options, values = options_of(imported(chosen.class_path, "")), chosen.init_args.items()
+    options, values = chosen.signature(), chosen.init_args.items()
     plain_values = {name: plain(value) if _is_choice(value) else options.plain(name, value) for name, value in values}
     return {"class_path": chosen.class_path, "init_args": plain_values}
 
 
 def build(choice: Any, key: str, **extra: Any) -> Any:
-    """A new instance of a choice as `Parser.parse` gives it, or of each in a list, and of what its options choose.
+    """Build a choice of `Parser.parse`, or each choice of a list, and what its options choose.
 
     `key` is where it stands on the command line; `extra` arguments are passed if the constructor takes them.
 
@@ -153,16 +156,16 @@ def build(choice: Any, key: str, **extra: Any) -> Any:
 
 
 def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
-    """The chosen class with its options bound, waiting for positional arguments; it can be pickled."""
-    return functools.partial(imported(choice.class_path, key), **arguments(choice, key, **extra))
+    """Bind the options of the chosen class, which then takes positional arguments; the result can be pickled."""
+    return functools.partial(import_class(choice.class_path, key), **arguments(choice, key, **extra))
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
-    """The keyword arguments of the chosen class, with new instances of what they choose, and those of `extra`."""
-    options, given = options_of(imported(choice.class_path, key)), choice.init_args.items()
-    chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in given if _is_choice(value)}
+    """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
+    options, init_args = choice.signature(key), choice.init_args
+    chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
     with refusals(choice, key):
-        values = options.instances({name: value for name, value in given if name not in chosen})
+        values = options.instances({name: value for name, value in init_args.items() if name not in chosen})
     return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
 
 
@@ -197,7 +200,7 @@ def refusals(
 
 
 def _place(choice: Choice, key: str, argument: str) -> str | None:
-    """The flag of an option of this name, or of that of a class among the options."""
+    """Return the flag of an option of this name, or of that of a class among the options."""
     if argument in choice.init_args:
         return f"{key}.{argument}"
     inside = {name: value for name, value in choice.init_args.items() if isinstance(value, Choice)}

@@ -23,7 +23,7 @@ def merge(layers: Sequence[Layer], classes_at: ClassesAt) -> dict[str, Setting]:
 
 
 def below(flag: str, settings: Layer) -> Layer:
-    """The settings below a flag, by the rest of their flags."""
+    """Return the settings below a flag, by the rest of their flags."""
     start = f"{flag}."
     return {other.removeprefix(start): setting for other, setting in settings.items() if other.startswith(start)}
 
@@ -47,7 +47,7 @@ def _is_same_class(name: object, old: object, options: Layer, classes: Classes |
 
 
 def settings_of_any_class(recipes: Sequence[Layer], layers: Sequence[Layer], classes_at: ClassesAt) -> Layer:
-    """What recipes set of classes that they do not choose, and that no later layer sets."""
+    """Return the options in recipes of classes that recipes do not choose, unless a later layer sets them."""
     of_recipes = {flag: setting for recipe in recipes for flag, setting in recipe.items()}
     explicit = merge(layers, classes_at)
     return {

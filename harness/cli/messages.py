@@ -49,7 +49,7 @@ OUT_OF_MEMORY = re.compile(
     r"^[\w.]*Error: .*(out of memory|can't allocate memory|Unable to allocate|CUBLAS_STATUS_ALLOC).*$|^MemoryError.*",
     re.MULTILINE,
 )
-WANTED = re.compile(r"allocate (memory: you tried to allocate )?(\d[\d.,]* \w+)")
+ALLOCATION = re.compile(r"allocate (memory: you tried to allocate )?(\d[\d.,]* \w+)")
 GOES_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
 # In which torchrun, Open MPI, SLURM and MPICH say which rank of its machine a process is.
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
@@ -71,7 +71,7 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 
 
 def one_line(error: BaseException, parser: "Parser | None" = None) -> str | None:
-    """The message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
+    """Return the message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
     if lost := _lost(error):
         return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
@@ -87,7 +87,7 @@ def one_line(error: BaseException, parser: "Parser | None" = None) -> str | None
 
 
 def with_flag(error: BadInput) -> str:
-    """The message of bad input, whose argument is a flag."""
+    """Return the message of bad input, whose argument is a flag."""
     return f"--{error}" if error.argument else str(error)
 
 
@@ -99,7 +99,7 @@ def _of_files(error: BaseException) -> str:
 
 
 def _lost(error: BaseException) -> str | None:
-    """Which process died or had too little memory, and what helps."""
+    """Say which process died or had too little memory, and what helps."""
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}"
@@ -112,32 +112,32 @@ def _lost(error: BaseException) -> str | None:
         who, text = f"rank {error.error_index}", str(error)
     if not (line := OUT_OF_MEMORY.search(text)):
         return None
-    wanted = WANTED.search(line[0])
-    more = f" for {wanted[2]} more" if wanted else ""
-    return f"{who} had no memory{more}; with more --trainer.devices each needs less"
+    allocation = ALLOCATION.search(line[0])
+    amount = f" for {allocation[2]} more" if allocation else ""
+    return f"{who} had no memory{amount}; with more --trainer.devices each needs less"
 
 
-def near(name: Any, known: Iterable[str], prefix: str = "") -> str:
-    """The known names that look like this one, as the end of a message."""
-    lower = {other.lower(): other for other in known}
-    found = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
-    return f"; near: {', '.join(prefix + match for match in found)}" if found else ""
+def near(name: Any, names: Iterable[str], prefix: str = "") -> str:
+    """Return the known names that look like this one, as the end of a message."""
+    lower = {other.lower(): other for other in names}
+    matches = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
+    return f"; near: {', '.join(prefix + match for match in matches)}" if matches else ""
 
 
-def near_flag(flag: str, known: Iterable[str], prefix: str = "") -> str:
-    """As `near`, and flags whose last word is this one's, or what other programs call by it."""
-    flags, name = {other.lower(): other for other in known}, flag.replace("-", "_").lower()
+def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
+    """Extend `near` by flags with the same last word, and by those that other programs call by this name."""
+    flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
     for meant, _, value in (entry.partition(" ") for entry in [*ALSO_CALLED.get(last, []), last]):
         matches += [f"{other} {value}".strip() for other in flags if other.rpartition(".")[2] == meant]
     matches = [*dict.fromkeys(matches)] or difflib.get_close_matches(name, flags, 3, 0.6)
-    shown = [prefix + flags.get(match, match) for match in matches[:3]]
-    return f"; near: {', '.join(shown)}" if shown else ""
+    listed = [prefix + flags.get(match, match) for match in matches[:3]]
+    return f"; near: {', '.join(listed)}" if listed else ""
 
 
 def words(hint: Any) -> str:
-    """What a value of this type is, for users."""
+    """Describe values of this type to users."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in WORDS:
         return WORDS[hint]
@@ -154,5 +154,5 @@ def words(hint: Any) -> str:
 
 
 def is_open(hint: Any) -> bool:
-    """Whether a type takes anything, such as that of an argument without annotation."""
+    """Return whether a type takes anything, such as that of an argument without annotation."""
     return hint in {Any, object} or type(hint).__name__ in {"UnvalidatedType", "UntypedType"}

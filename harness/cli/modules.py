@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def working_directory_first() -> None:
+def put_working_directory_first() -> None:
     """Let modules of the working directory come before others of the same name that are not loaded yet."""
     folder = str(Path.cwd())
     if sys.path[:1] != [folder]:
@@ -16,12 +16,12 @@ def working_directory_first() -> None:
 
 def import_module(name: str) -> ModuleType:
     """Import a module, from the working directory if it is there."""
-    working_directory_first()
+    put_working_directory_first()
     return importlib.import_module(name)
 
 
 def hidden_file(name: str) -> str:
-    """For the end of a message: the file of this module in the working directory, if another module has its name."""
+    """End a message with this module's file in the working directory, if another module has its name."""
     top = name.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None)
     files = (path for path in (Path(top, "__init__.py"), Path(f"{top}.py")) if path.is_file())

@@ -15,7 +15,7 @@ MOST_SEEDS = 10_000  # by their number: each is a fit of minutes, and all are li
 class RunOptions:
     """Options that every experiment has; one with more derives its own from them.
 
-    What a resumed run may do with an option is in its field's metadata: it has to stay where that says nothing.
+    A field's metadata says how a resumed run may change the option; without it, the option has to stay.
 
     Args:
         seeds: N repeats everything with the seeds 0 to N - 1; a list, as [42], names them.
@@ -35,6 +35,7 @@ class RunOptions:
     exact: int | None = None
     num_classes: int | None = None
     idle: ClassVar[Collection[str]] = ()  # options that do nothing in a script; --help leaves them out
+    why_inexact: ClassVar[str] = ""  # why there is no exact mode; empty where there is one
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given
 
     def __post_init__(self) -> None:
@@ -70,7 +71,6 @@ class OneSeedOptions(RunOptions):
 
     seeds: int | list[int] = 1
     why_one: ClassVar[str] = "it moves no figure"  # why one seed is enough
-    why_inexact: ClassVar[str] = ""  # why there is no exact mode; empty where there is one
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
@@ -14,12 +14,12 @@ import yaml
 from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.choices import Resolver
-from harness.cli.classes import Choice, Classes, arguments, build, imported, plain
+from harness.cli.classes import Choice, Classes, arguments, build, import_class, plain
 from harness.cli.merging import below, merge, settings_of_any_class
 from harness.cli.messages import near
-from harness.cli.modules import working_directory_first
+from harness.cli.modules import put_working_directory_first
 from harness.cli.options import RunOptions
-from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same
+from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature, Texts
 from harness.cli.sources import Layer, Setting, as_written, flat, layer, load, read
 
@@ -34,7 +34,7 @@ class Entry:
     classes: Classes
     optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many choices, by names of the user's own
-    given: tuple[str, str] | None = None  # as `add_choice` takes it
+    fixed_by: tuple[str, str] | None = None  # as `add_choice` takes it
     replaces: str | None = None  # the key of a single choice, in place of which these are
 
 
@@ -48,11 +48,11 @@ class Parser:
         self._defaults: dict[str, Setting] = {}
         self._added: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
         self.idle = {*options.idle}  # flags that do nothing in this script
-        if getattr(options, "why_inexact", ""):
+        if options.why_inexact:
             self.idle.add("exact")
         self._nested: dict[str, Classes] = {}  # what options of the Trainer choose from
         self._parsed: dict[str, Any] = {}
-        self._on_resume = {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
+        self._on_resume = rules_of(options)
 
     def add_choice(
         self,
@@ -61,10 +61,10 @@ class Parser:
         package: ModuleType,  # where short names are looked up; others are import paths
         default: Any,  # short name, or class_path and init_args; None makes `null` a choice
         skip: Iterable[str] = (),  # arguments of constructors that are not options
-        given: tuple[str, str] | None = None,  # an earlier choice, attribute of its class that names more to skip
+        fixed_by: tuple[str, str] | None = None,  # an earlier choice, attribute of its class that names more to skip
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
-        self._add(key, Entry(_classes(bases, package, skip), default is None, given=given), default)
+        self._add(key, Entry(_classes(bases, package, skip), default is None, fixed_by=fixed_by), default)
 
     def add_variants(
         self,
@@ -72,16 +72,19 @@ class Parser:
         bases: Bases,
         package: ModuleType,
         defaults: Mapping[str, Any],
-        more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # what plain options add to the defaults if true
-        given: tuple[str, str] | None = None,  # as above
+        additions: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+            {}
+        ),  # what plain options add to the defaults if true
+        fixed_by: tuple[str, str] | None = None,  # as above
         replaces: str | None = None,  # the key of a single choice: if names are given, none is made there
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
-        self._add(key, Entry(_classes(bases, package), named=True, given=given, replaces=replaces), dict(defaults))
-        self._added += [(option, True, layer(dict(added), key=key)) for option, added in more.items()]
+        entry = Entry(_classes(bases, package), named=True, fixed_by=fixed_by, replaces=replaces)
+        self._add(key, entry, dict(defaults))
+        self._added += [(option, True, layer(dict(added), key=key)) for option, added in additions.items()]
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -132,7 +135,7 @@ class Parser:
         self._defaults |= layer(default, key=key)
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
-        """The configuration: defaults, then YAML files in their order, then flags.
+        """Read the configuration: defaults, then YAML files in their order, then flags.
 
         Each choice is a `Choice`, the variants a dict of them, `trainer` a `Choice` of Lightning's; plain options are
         as their dataclass has them. With `resume`, settings come from the folder's config.yaml.
@@ -141,7 +144,7 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
-        working_directory_first()  # jsonargparse imports functions
+        put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
             sys.stdout.write(self._help(layers))
@@ -151,8 +154,8 @@ class Parser:
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
-        start = self._defaults if run is None else self._saved(run)
-        added = self._added_to(options)
+        start = self._defaults if run is None else self._read_saved(run)
+        added = self._find_added(options)
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
         settings = merge([start, *added, *layers], self._classes_at)
@@ -163,7 +166,7 @@ class Parser:
             if run is not None:
                 self._check_same(run.parent, self._config(start), config)
             elif config.resume:
-                self._check_described(config.out, early)
+                self._check_new(config.out, early)
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
@@ -171,7 +174,7 @@ class Parser:
         return config
 
     def on_resume(self, flag: str) -> OnResume:
-        """What a resumed run may do with a setting: as it, or what it is an option of, declares."""
+        """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
         while flag not in self._on_resume and "." in flag:
             flag = flag.rpartition(".")[0]
         return self._on_resume.get(flag, FIXED)
@@ -182,13 +185,13 @@ class Parser:
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag_of(self, argument: str) -> str | None:
-        """The flag of what an object refuses when it is used: the argument, or the only flag that ends with it."""
+        """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it."""
         places = [argument, *(f"{owner}.{argument}" for owner in ONLY_ONE)]
         endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
         return next((flag for flag in places if flag in self._parsed), endings[0] if len(endings) == 1 else None)
 
     def _classes_at(self, flag: str) -> Classes | None:
-        """What a flag chooses from, if it chooses."""
+        """Return what a flag chooses from, if it chooses."""
         key, _, last = flag.rpartition(".")
         if key == "trainer":
             return self._nested.get(last)
@@ -196,11 +199,11 @@ class Parser:
         entry = parent if isinstance(parent, Entry) and parent.named else self.entries.get(flag)
         return entry.classes if isinstance(entry, Entry) else None
 
-    def _added_to(self, options: Any) -> list[Layer]:
-        """The defaults that plain options add."""
+    def _find_added(self, options: Any) -> list[Layer]:
+        """Return the defaults that plain options add."""
         return [settings for option, value, settings in self._added if getattr(options, option) == value]
 
-    def _without_replaced(self, settings: Layer) -> tuple[Layer, list[str]]:
+    def _drop_replaced(self, settings: Layer) -> tuple[Layer, list[str]]:
         """Drop a single choice in whose place names are set. Return the other settings, and the keys of dropped ones.
 
         Raises:
@@ -225,8 +228,8 @@ class Parser:
         return Namespace(**choices, **vars(self._options(settings)))
 
     def _resolve(self, settings: Layer) -> tuple[Resolver, dict[str, Any]]:
-        """The second pass: choices with their options; flags may still be missing or unknown."""
-        settings, replaced = self._without_replaced(settings)
+        """Do the second pass: choices with their options; flags may still be missing or unknown."""
+        settings, replaced = self._drop_replaced(settings)
         resolver, choices = Resolver(settings, self.prog), dict[str, Any]()
         for key, entry in self.entries.items():
             classes = self._classes(choices)
@@ -254,7 +257,7 @@ class Parser:
 
     def _names(self, key: str, entry: Entry, settings: Layer) -> list[str]:
         if key in settings:
-            expected = f"a name and a class, as --{key}.mine {next(iter(entry.classes.known))}"
+            expected = f"a name and a class, as --{key}.mine {next(iter(entry.classes.by_name))}"
             raise BadInput(key, settings[key].value, expected)
         names = list(dict.fromkeys(name.split(".")[0] for name in below(key, settings)))
         for name in names:
@@ -264,28 +267,28 @@ class Parser:
                 expected = f"a name of letters, digits, _ and - after --{key}, other than {rows.RESERVED}"
                 raise BadInput(flag, settings[flag].value, expected)
             if flag != whole:
-                known = [other for other in names if f"{key}.{other}" in settings]
-                others = f"one of {', '.join(known)}, or " if known else ""
-                expected = f"{others}--{whole} CLASS beside it for a new one{near(name, known)}"
+                chosen = [other for other in names if f"{key}.{other}" in settings]
+                others = f"one of {', '.join(chosen)}, or " if chosen else ""
+                expected = f"{others}--{whole} CLASS beside it for a new one{near(name, chosen)}"
                 raise BadInput(flag, settings[flag].value, expected)
         return names
 
     def _classes(self, choices: Mapping[str, Any]) -> dict[str, Classes]:
-        """What each key chooses from, without the arguments that other choices give."""
+        """Return what each key chooses from, without the arguments that other choices give."""
         classes = {}
         for key, entry in self.entries.items():
             if isinstance(entry, Entry):
-                classes[key] = replace(entry.classes, skip=entry.classes.skip.union(self._determined(entry, choices)))
+                classes[key] = replace(entry.classes, skip=entry.classes.skip.union(self._list_fixed(entry, choices)))
         return classes
 
-    def _determined(self, entry: Entry, choices: Mapping[str, Any]) -> Iterable[str]:
-        """The arguments that another choice gives."""
-        giver, attribute = entry.given or ("", "")
+    def _list_fixed(self, entry: Entry, choices: Mapping[str, Any]) -> Iterable[str]:
+        """Return the arguments that another choice gives."""
+        giver, attribute = entry.fixed_by or ("", "")
         choice, base = choices.get(giver), self.entries.get(giver)
         if not (isinstance(choice, Choice) and isinstance(base, Entry)):
             return ()
         usual = getattr(base.classes.bases[0], attribute)  # other people's classes don't have it
-        names: Iterable[str] = getattr(imported(choice.class_path, giver), attribute, usual)
+        names: Iterable[str] = getattr(import_class(choice.class_path, giver), attribute, usual)
         return names
 
     def _check(self, config: Namespace) -> None:
@@ -294,8 +297,8 @@ class Parser:
             chosen = getattr(config, key)
             if isinstance(entry, Signature):
                 arguments(chosen, key)
-            elif isinstance(entry, Entry) and entry.named:
-                for name, choice in chosen.items() if entry.given is None else ():
+            elif isinstance(entry, Entry) and entry.named and entry.fixed_by is None:
+                for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
         if any(isinstance(entry, Entry) and entry.named for entry in self.entries.values()):
             rows.rows(config)
@@ -304,7 +307,7 @@ class Parser:
         if "optimizer" in self.entries:
             training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
 
-    def _saved(self, path: Path) -> Layer:
+    def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
         needed = [key for key in self.entries if not self._is_empty(key)]
         needed += [name for name in self.options.hints if self.on_resume(name) is not CALL]
@@ -314,7 +317,7 @@ class Parser:
             raise BadInput("out", path, f"all settings of the run; {what}")
         return layer(saved, str(path))
 
-    def _check_described(self, out: str, settings: Layer) -> None:
+    def _check_new(self, out: str, settings: Layer) -> None:
         """Raise BadInput where there is no run to go on with, and no setting describes a new one."""
         if all(self.on_resume(flag).change is not Change.NONE for flag in settings):
             expected = "the folder of a run to go on with; there is no config.yaml in it, and no setting for a new run"
@@ -327,28 +330,28 @@ class Parser:
         for key, entry in self.entries.items():
             if not (isinstance(entry, Entry) and entry.named):
                 continue
-            used, wanted = rows.used(saved, key), rows.used(config, key)
+            used, needed = rows.list_used(saved, key), rows.list_used(config, key)
             new += [f"{key}.{name}" for name in getattr(config, key) if name not in used]
-            added = {name.split(".")[0] for settings in self._added_to(config) for name in below(key, settings)}
+            added = {name.split(".")[0] for settings in self._find_added(config) for name in below(key, settings)}
             for name, choice in getattr(config, key).items():
-                if name not in {*getattr(saved, key), *wanted, *added}:
+                if name not in {*getattr(saved, key), *needed, *added}:
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
                     raise BadInput(f"{key}.{name}", choice.name, expected)
         check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
-        """What is chosen but for the optimizer, in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
-        shown = {}
+        """Name all choices but the optimizer in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        parts = {}
         for key, entry in self.entries.items():
             chosen = getattr(config, key)
             if isinstance(entry, Entry) and key not in {"optimizer", "scheduler"} and chosen:
-                shown[key] = " ".join(rows.used(config, key)) if entry.named else chosen.name
+                parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
-        shown["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
-        return ", ".join(f"{key} {what}" for key, what in shown.items())
+        parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
+        return ", ".join(f"{key} {what}" for key, what in parts.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
-        """The configuration as YAML and JSON have it."""
+        """Return the configuration as YAML and JSON have it."""
         chosen = {key: getattr(config, key) for key in self.entries}
         choices = {key: plain(choice) for key, choice in chosen.items() if choice or not self._is_empty(key)}
         only = {key: choices[key]["init_args"] for key, entry in self.entries.items() if isinstance(entry, Signature)}
@@ -356,13 +359,13 @@ class Parser:
         return choices | only | options
 
     def dump(self, config: Namespace, of_run: bool = False) -> str:
-        """The configuration as YAML, `of_run` without what is of one call; as `--config` it gives the same again."""
+        """Write the configuration as YAML for `--config`; `of_run` leaves out options of a single call."""
         settings = self.as_dict(config).items()
         kept = {key: value for key, value in settings if not (of_run and self.on_resume(key) is CALL)}
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
     def _is_empty(self, key: str) -> bool:
-        """Whether a key has names of the user's own only: without any, settings are written without the key."""
+        """Return whether a key has names of the user's own only: without any, settings are written without the key."""
         entry = self.entries[key]
         named = isinstance(entry, Texts) or (isinstance(entry, Entry) and entry.named)
         return named and not any(flag.startswith(f"{key}.") for flag in self._defaults)

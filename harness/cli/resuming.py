@@ -1,7 +1,7 @@
 """What a resumed run may do with each option: declared where the option is, checked here."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a resumed run may do with an option, and why not more, where that is not plain."""
+    """The change of an option that a resumed run allows, and the reason where it allows no other."""
 
     change: Change = Change.NONE
     why: str = ""
@@ -37,6 +37,11 @@ class OnResume:
 
 
 CALL, FREE, GROWS, FIXED = (OnResume(change) for change in Change)
+
+
+def rules_of(options: type) -> dict[str, OnResume]:
+    """Return what each option of a dataclass declares."""
+    return {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
 
 
 def check_same(
@@ -62,7 +67,7 @@ def check_same(
 
 
 def _is_more(flag: str, was: Any, now: Any) -> bool:
-    """Whether a list has all of the entries before, a number is larger, or a switch is now on; -1 and None are none."""
+    """Return whether a list has all earlier entries, a number is larger, or a switch is on; -1 and None are none."""
     if isinstance(was, list):
         return set(was) <= set(now) if isinstance(now, list) else flag == "only"  # without --only, all are wanted
     return now is True if was is False else type(was) is type(now) is int and 0 < was < now

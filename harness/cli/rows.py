@@ -1,4 +1,4 @@
-"""The rows of a comparison: each method of `--variants` for each net of `--students`, and which of them are wanted."""
+"""The rows of a comparison: each method of `--variants` for each net of `--students`, as `--only` picks them."""
 
 import re
 from argparse import Namespace
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of its line in the table, of its folder, and in results.json."""
+        """Its name in the table, in results.json and of its folder."""
         return "-".join(filter(None, (self.student, self.variant)))
 
     @property
@@ -33,12 +33,12 @@ class Row(NamedTuple):
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a run has a fit or folder of this name, or torch's container of the rows an attribute."""
+    """Return whether a fit, a folder or an attribute of torch's ModuleDict has this name."""
     return bool(re.fullmatch(r"teacher|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
-    """The variants that are wanted, in their own order; all if `only` is None, BadInput for an unknown name or none."""
+    """Pick the variants of `only` in their own order; all if it is None, BadInput for an unknown name or none."""
     for name in only or ():
         if name not in variants:
             raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
@@ -48,31 +48,33 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
 
 
 def rows(config: Namespace) -> dict[str, Row]:
-    """The rows that `--only` wants, by name; with `--students`, a variant's name in it stands for all of its rows.
+    """Return the rows of `--only` by name; with `--students`, a variant's name stands for all of its rows.
 
     Raises:
         BadInput: two rows have one name, or `--only` has a name that is neither a row's nor a variant's.
     """
     students, variants = getattr(config, STUDENTS, None) or {}, getattr(config, VARIANTS, None) or {}
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     for row in (Row(variant, student) for student in students or [None] for variant in variants):
-        if row.name in found:
-            expected = f"a name that gives no row the name of another; {row.name} is also one of {found[row.name].net}"
+        if row.name in by_name:
+            other = by_name[row.name].net
+            expected = f"a name that gives no row the name of another; {row.name} is also one of {other}"
             raise BadInput(row.net, students[row.student].name, expected)
-        found[row.name] = row
+        by_name[row.name] = row
     only: Sequence[str] | None = getattr(config, "only", None)
-    known = dict.fromkeys([*found, *(variants if students else ())])
-    named = set(pick(known, only))
-    return {name: row for name, row in found.items() if name in named or (students and row.variant in named - {*found})}
+    names = dict.fromkeys([*by_name, *(variants if students else ())])
+    named = set(pick(names, only))
+    variants_named = named - {*by_name} if students else set()
+    return {name: row for name, row in by_name.items() if name in named or row.variant in variants_named}
 
 
-def used(config: Namespace, key: str) -> list[str]:
-    """The names of those choices at a key that the wanted rows are made of."""
+def list_used(config: Namespace, key: str) -> list[str]:
+    """List the names of the choices at a key that the rows of `--only` use."""
     names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def chosen(config: Namespace, key: str) -> Any:
-    """What is chosen at a key, which may be one of several by names: `students.small`."""
+def choice_at(config: Namespace, key: str) -> Any:
+    """Return the choice at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
     return getattr(config, first)[name] if name else getattr(config, first)

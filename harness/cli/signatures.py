@@ -47,7 +47,7 @@ class Signature:
             action.required = False
 
     def check(self, name: str, value: Any, key: str = "") -> Any:
-        """The value converted to the option's type, or BadInput; text is read as YAML where the type is not text."""
+        """Convert a value to the option's type, or raise BadInput; text is YAML where the type is not text."""
         flag = f"{key}.{name}" if key else name
         if name not in self.hints:
             raise BadInput(flag, value, self.alternatives(name))
@@ -61,28 +61,28 @@ class Signature:
         for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
             try:
                 if candidate is not None:
-                    found = self._parser.parse_object({name: candidate}, defaults=False)[name]
+                    converted = self._parser.parse_object({name: candidate}, defaults=False)[name]
                     break
             except (ArgumentError, ValueError, TypeError, LookupError):  # the last three by YAML such as `!!int x`
                 continue
         else:
             raise BadInput(flag, "null" if value is None else value, words(hint))
-        if not all(map(_fits, _leaves(found))):
+        if not all(map(_fits, _leaves(converted))):
             raise BadInput(flag, value, f"{words(hint)}; {NUMBERS}")
-        return found
+        return converted
 
     def alternatives(self, name: str) -> str:
-        """What to take in place of an option that does not exist."""
+        """Return what to take in place of an option that does not exist."""
         if name in self._instead:
             return self._instead[name]
         other = getattr(self.target, "replaces", None)  # Lightning's class, whose short name ours has
         if other is not None and name in options_of(other, self._skip).hints:
             return f"it left out: only Lightning's class has it, --trainer.strategy {other.__module__}.{other.__name__}"
-        known = near_flag(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
-        return f"an option of {self.target.__name__}{known}"
+        hint = near_flag(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
+        return f"an option of {self.target.__name__}{hint}"
 
     def plain(self, name: str, value: Any) -> Any:
-        """A value as YAML and JSON have it: lists for tuples, text for paths and functions."""
+        """Return a value as YAML and JSON have it: lists for tuples, text for paths and functions."""
         if isinstance(value, str) and isinstance(value, Enum) and self.hints.get(name) is str:
             return value.value  # a default of Lightning's
         if value is None or isinstance(value, bool | int | float | str):
@@ -92,12 +92,12 @@ class Signature:
         return yaml.safe_load(self._parser.dump(Namespace({name: value}), skip_validation=True))[name]
 
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, with new instances of the classes among them and functions in place of their names."""
+        """Instantiate the classes among the values, and replace names of functions by the functions."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What a value holds, inside of lists and mappings too."""
+    """Yield what a value holds, inside of lists and mappings too."""
     if not isinstance(value, list | tuple | dict):
         yield value
         return
@@ -106,14 +106,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _fits(value: Any) -> bool:
-    """Whether a number is in the range of what computes with it; infinity may mean no limit."""
+    """Return whether a number is in the range of what computes with it; infinity may mean no limit."""
     if isinstance(value, float):
         return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 class Texts(NamedTuple):
-    """What stands below a key of the command line as it was given, whatever it is; `about` says it in the help."""
+    """Settings of any names below a key, kept as text; `about` describes them in the help."""
 
     about: str
 
@@ -122,7 +122,7 @@ options_of = functools.cache(Signature)  # of a class, and of a frozenset of arg
 
 
 def kinds_of(hint: Any) -> Iterator[Any]:
-    """The types that a type is made of; what is wanted as a class or function is not looked into."""
+    """Yield the types that a type is made of, but not those inside `type[...]` and `Callable[...]`."""
     if typing.get_origin(hint) not in {type, Callable}:
         yield hint
         for argument in typing.get_args(hint):
@@ -130,12 +130,12 @@ def kinds_of(hint: Any) -> Iterator[Any]:
 
 
 def accepts_null(hint: Any) -> bool:
-    """Whether None is a value of this type."""
+    """Return whether None is a value of this type."""
     return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))
 
 
 def _int_first(hint: Any) -> Any:
-    """A union with int before float: jsonargparse takes the first type that fits, and 1 stays a count."""
+    """Return a union with int before float: jsonargparse takes the first type that fits, and 1 stays a count."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) not in {typing.Union, types.UnionType} or not {int, float} <= {*kinds}:
         return hint

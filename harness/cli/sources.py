@@ -1,4 +1,4 @@
-"""What was given, by flag: the command line and YAML files, one layer each."""
+"""Settings by flag: a layer for the command line, and one for each YAML file."""
 
 import os
 import re
@@ -27,7 +27,7 @@ Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
-    """Layers of the files in their order, then of the flags, whose values stay text or lists; and the bare flags."""
+    """Read layers of the files in their order, then of the flags, whose values stay text or lists; and bare flags."""
     pairs: list[tuple[str, list[str]]] = []
     for token in ("--help" if token == "-h" else token for token in argv):
         if token.startswith("--"):
@@ -42,7 +42,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
-    pairs = [(flag, [at_home(value) for value in values]) for flag, values in pairs]
+    pairs = [(flag, [expand_home(value) for value in values]) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
         for flag, values in pairs
@@ -50,29 +50,31 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
     layers = [
-        {flag: Setting(at_home(value), path) for flag, (value, _) in layer(load(path), path).items()} for path in files
+        {flag: Setting(expand_home(value), path) for flag, (value, _) in layer(load(path), path).items()}
+        for path in files
     ]
     return [*layers, flags], {flag for flag, _ in pairs if flag in BARE}
 
 
-def at_home(value: Any) -> Any:
-    """A path that begins with `~/`, or a list of them, below the home: a shell leaves `--out=~/x` and `[~/x]` alone."""
+def expand_home(value: Any) -> Any:
+    """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone."""
     if isinstance(value, list):
-        return [at_home(entry) for entry in value]
+        return [expand_home(entry) for entry in value]
     if not isinstance(value, str):
         return value
     return re.sub(r"(?<=[\[, ])~(?=/)" if value.startswith("[") else r"^~(?=/|$)", lambda _: str(Path.home()), value)
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
-    """The mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
+    """Return the mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
         values = yamls.load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        fault = f"line {mark.line + 1}: {problem}" if mark else " ".join(str(error).split())
+        fault = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            fault = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise BadInput(flag, path, f"YAML; {fault}") from error
     if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
@@ -80,7 +82,7 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
 
 
 def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
-    """Nested settings as a layer; lists stay whole."""
+    """Return nested settings as a layer; lists stay whole."""
     settings: dict[str, Setting] = {}
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
@@ -93,7 +95,7 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Nested settings as flags and their values; of lists with mappings each entry for itself, if wanted.
+    """Yield nested settings as flags and values; with `lists`, also the entries of lists that hold mappings.
 
     A name with dots is one for each level: `trainer.max_epochs: 1` is `trainer: {max_epochs: 1}`.
     """
@@ -113,7 +115,7 @@ def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, A
 
 @contextmanager
 def as_written(settings: Layer) -> Iterator[None]:
-    """Errors show a value as it was written, and the file in which it was."""
+    """Let errors show a value as it was written, and the file in which it was."""
     try:
         yield
     except BadInput as error:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.cli.classes import Choice, Chosen, Classes, factory, imported, refusals
+from harness.cli.classes import Choice, Chosen, Classes, factory, import_class, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
 
@@ -38,7 +38,8 @@ OWNED = {  # arguments of the Trainer that the experiment sets, and what to do i
     "sync_batchnorm": "it left out: BatchNorm has the global batch's statistics anyway, a shard's with --exact",
     "use_distributed_sampler": "it left out: the data module deals samples to ranks",
 }
-GIVEN = frozenset({  # arguments of strategies that the Trainer gives, that are objects, or have a flag of their own
+# Arguments of strategies that the Trainer passes, that are objects, or that have a flag of their own.
+NOT_OPTIONS = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
@@ -80,7 +81,7 @@ class Loggers(Classes):
     package: ModuleType = loggers
 
     def find(self, name: Any, key: str) -> tuple[Any, Mapping[str, Any]]:
-        """The class of this name, or true or false."""
+        """Return the class of this name, or true or false."""
         if key == "trainer.logger" and str(name).lower() in {"true", "false"}:
             return str(name).lower() == "true", {}
         return super().find(name, key)
@@ -92,16 +93,16 @@ class Strategies(Classes):
 
     bases: tuple[type, ...] = (Strategy,)
     package: ModuleType = strategies
-    skip: frozenset[str] = GIVEN
+    skip: frozenset[str] = NOT_OPTIONS
     names: Names = field(default_factory=dict)  # the project's own
 
     @property
-    def known(self) -> dict[str, type]:
+    def by_name(self) -> dict[str, type]:
         """`auto`, and the project's short names, each with the base: a class is imported when it is chosen."""
         return dict.fromkeys(["auto", *self.names], Strategy)
 
     def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
-        """The class of this name and the options that the name sets; Lightning's names as they are."""
+        """Return the class of this name and the options that the name sets; Lightning's names as they are."""
         if name in list(self.names):
             path, sets = self.names[name]
             return resolve_name(path), sets
@@ -110,39 +111,39 @@ class Strategies(Classes):
         return (name, {}) if name in ["auto", *StrategyRegistry.available_strategies()] else super().find(name, key)
 
     def choose(self, name: str) -> Choice:
-        """The class of one of the project's names, with its options by default."""
+        """Return the class of one of the project's names, with its options by default."""
         path, sets = self.names[name]
         return Choice(path, {**options_of(resolve_name(path), self.skip).defaults, **sets})
 
     def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
-        """Whether a name stands for an old one, or for the class and options that were given for it."""
+        """Return whether a name stands for an old one, or for the class and options that were given for it."""
         return name in (old, self.label(Choice(str(old), dict(options))))
 
-    def path(self, found: type, name: str) -> str:
-        """The class path to write down, the same for all paths of a class of ours."""
-        return next((path for path, _ in self.names.values() if _loaded(path) is found), name)
+    def path(self, chosen: type, name: str) -> str:
+        """Return the class path to write down, the same for all paths of a class of ours."""
+        return next((path for path, _ in self.names.values() if _find_loaded(path) is chosen), name)
 
     def expected(self, name: Any = "") -> str:
-        """All short names, for a message, and those near to `name`, Lightning's too."""
-        close = near(name, [*self.known, *StrategyRegistry.available_strategies()])
-        return f"{', '.join(self.known)} or the import path of a class{close}"
+        """Return all short names, for a message, and those near to `name`, Lightning's too."""
+        close = near(name, [*self.by_name, *StrategyRegistry.available_strategies()])
+        return f"{', '.join(self.by_name)} or the import path of a class{close}"
 
     def label(self, chosen: Chosen) -> str:
-        """The short name that stands for most of a choice, or its import path."""
+        """Return the short name that stands for most of a choice, or its import path."""
         if not isinstance(chosen, Choice):
             return str(chosen)
-        own = {name: sets for name, (path, sets) in self.names.items() if path == chosen.class_path}
-        fitting = [name for name, sets in own.items() if sets.items() <= chosen.init_args.items()]
-        return max(fitting, key=lambda name: len(own[name]), default=chosen.class_path)
+        options = {name: sets for name, (path, sets) in self.names.items() if path == chosen.class_path}
+        fitting = [name for name, sets in options.items() if sets.items() <= chosen.init_args.items()]
+        return max(fitting, key=lambda name: len(options[name]), default=chosen.class_path)
 
     def exact(self, chosen: Chosen) -> bool:
-        """Whether a choice can have `--exact`: its class takes it."""
-        found = imported(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
-        return "exact" in options_of(found).hints
+        """Return whether a choice can have `--exact`: its class takes it."""
+        target = import_class(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
+        return "exact" in options_of(target).hints
 
 
-def _loaded(path: str) -> type | None:
-    """The class at an import path, if its module is loaded."""
+def _find_loaded(path: str) -> type | None:
+    """Return the class at an import path, if its module is loaded."""
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, None)
 
@@ -166,20 +167,21 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
         if scheduler is not None:
             with refusals(scheduler, "scheduler"):
                 rates = factory(scheduler, "scheduler")(steps)
-                tried = [*rates.get_last_lr()]
+                lrs = [*rates.get_last_lr()]
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()
-                    tried += rates.get_last_lr()
-            lowest = -1e-6 * max(tried)  # rounding
-            if not all(math.isfinite(rate) and rate >= lowest for rate in tried):
+                    lrs += rates.get_last_lr()
+            lowest = -1e-6 * max(lrs)  # rounding
+            if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
                 raise BadInput(*_infinite(scheduler, "scheduler"), "options that give finite learning rates, 0 or more")
 
 
 def _infinite(choice: Choice, key: str) -> tuple[str, Any]:
-    """The flag and value of an infinite option, or of the class if there is none."""
-    found = (name for name, x in choice.init_args.items() if isinstance(x, float) and math.isinf(x))
-    name = next(found, None)
-    return (key, choice.name) if name is None else (f"{key}.{name}", choice.init_args[name])
+    """Return the flag and value of an infinite option, or of the class if there is none."""
+    for name, value in choice.init_args.items():
+        if isinstance(value, float) and math.isinf(value):
+            return f"{key}.{name}", value
+    return key, choice.name
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:

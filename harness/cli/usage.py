@@ -35,18 +35,18 @@ def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
     page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
     options = parser.options
     plain = {name: (options.defaults[name], about) for name, about in options.help.items()}
-    acting = {flag: shown for flag, shown in {**plain, **flags}.items() if flag not in parser.idle}
+    acting = {flag: entry for flag, entry in {**plain, **flags}.items() if flag not in parser.idle}
     common = {flag: acting.pop(flag) for flag in COMMON if flag in acting}
     groups = [("common flags", {**BARE, **common}), *_groups(parser, acting, nested)]
-    for title, shown in groups:
+    for title, members in groups:
         group = page.add_argument_group(textwrap.fill(title, WIDTH))
-        for flag, (value, about) in shown.items():
+        for flag, (value, about) in members.items():
             group.add_argument(f"--{flag}", metavar=_as_text(value), help=_first_sentence(about).replace("%", "%%"))
     return page.format_help()
 
 
 def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[str, Flags]]:
-    """Titles, and the flags below them."""
+    """Yield titles, and the flags below them."""
     yield f"other flags of {parser.prog}", {name: flags[name] for name in parser.options.hints if name in flags}
     for key, entry in parser.entries.items():
         below = _below(key, flags)
@@ -59,28 +59,28 @@ def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> It
             choosing = {f"{key}.{name}": _below(f"{key}.{name}", below) for name in nested} if key == "trainer" else {}
             chosen = {flag: inner for flag, inner in choosing.items() if inner and flags[flag][0] is not None}
             inside = {flag for inner in chosen.values() for flag in inner}
-            plain = {flag: shown for flag, shown in below.items() if flag not in inside}
+            plain = {flag: text for flag, text in below.items() if flag not in inside}
             yield f"{key}: options of {'lightning.pytorch.Trainer' if key == 'trainer' else entry.path}", plain
             for flag, inner in chosen.items():
                 yield _title(f"{flag}: ", nested[flag.rpartition(".")[2]]), inner
 
 
 def _below(key: str, flags: Flags) -> Flags:
-    return {flag: shown for flag, shown in flags.items() if flag == key or flag.startswith(f"{key}.")}
+    return {flag: text for flag, text in flags.items() if flag == key or flag.startswith(f"{key}.")}
 
 
 def _title(start: str, classes: Classes) -> str:
-    return f"{start}{', '.join(classes.known)}, or the import path of a class"
+    return f"{start}{', '.join(classes.by_name)}, or the import path of a class"
 
 
 def _first_sentence(about: str) -> str:
-    """The first sentence of a description, without its default and marks of reStructuredText."""
+    """Return the first sentence of a description, without its default and marks of reStructuredText."""
     plain = re.sub(r" \(default: [^)]*\)|``", "", " ".join(about.split()))
     return re.split(r"(?<=\w\w)\. (?=[A-Z])", plain)[0].rstrip(".")
 
 
 def _as_text(value: Any) -> str:
-    """A value as it may be given."""
+    """Write a value as a flag takes it."""
     if value is None or isinstance(value, bool | int | float | list | tuple | dict):
         value = list(value) if isinstance(value, tuple) else value
         value = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()

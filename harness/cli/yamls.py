@@ -43,7 +43,7 @@ class _Collection:
 
 
 def load(text: str) -> Any:
-    """What a text stands for, numbers as jsonargparse reads them.
+    """Parse YAML, numbers as jsonargparse reads them.
 
     Raises:
         yaml.YAMLError: it is not YAML, or unbounded, or a mapping has a key twice.
@@ -103,7 +103,7 @@ def check_value(text: str, flag: str) -> None:
 
 
 def read_value(value: Any, flag: str) -> Any:
-    """The value of a flag, read as YAML where it is written as a list, a mapping or null."""
+    """Parse a flag's value as YAML if it is written as a list, a mapping or null."""
     if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
         return value
     check_value(value, flag)

@@ -64,16 +64,16 @@ class Dot:
     metric: Metric = ACCURACY
 
     def __post_init__(self) -> None:
-        self.known = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
-        self.mean = statistics.mean(self.known) if self.known else math.nan
-        self.low, self.high = bounds(self.known, self.metric) if self.known else (math.nan, math.nan)
+        self.scores = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
+        self.mean = statistics.mean(self.scores) if self.scores else math.nan
+        self.low, self.high = bounds(self.scores, self.metric) if self.scores else (math.nan, math.nan)
         self.color = GREY if self.group is None else COLORS[self.group % len(COLORS)]
         marker = MARKERS[(self.group or 0) // len(COLORS) % len(MARKERS)]
         self.look: dict[str, Any] = {"color": self.color, "marker": marker}
 
 
 def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
-    """A PNG. Left: each student's seeds, mean and 95 % interval, from top to bottom. Right: the mean against `cost`.
+    """Draw a PNG: left each student's seeds, mean and 95 % interval, right the mean against `cost`.
 
     All dots have one metric; `teacher`, the teacher's mean in its unit, is drawn as a line.
     """
@@ -86,38 +86,38 @@ def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None)
             for draw in (left.axvline, right.axhline):
                 draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
             left.legend(loc="best", frameon=False, fontsize=9)
-        _against_cost(right, [dot for dot in dots if dot.known and dot.cost is not None], dots[0].metric, cost)
+        _against_cost(right, [dot for dot in dots if dot.scores and dot.cost is not None], dots[0].metric, cost)
     return png.getvalue()
 
 
 def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
-    """A PNG: a line for each name, with mean and 95 % interval of its dots, whose `cost` is the place on the axis.
+    """Draw a PNG: a line for each name, with mean and 95 % interval of its dots, at their `cost` on the axis.
 
     The axis is logarithmic where places differ tenfold.
     """
     with figure(8, 4.5) as (drawn, png):
-        axes, known = drawn.subplots(), [dot for dot in dots if dot.known]
-        places = sorted({dot.cost or 0.0 for dot in known})
+        axes, finished = drawn.subplots(), [dot for dot in dots if dot.scores]
+        places = sorted({dot.cost or 0.0 for dot in finished})
         if places and 0 < 10 * places[0] <= places[-1]:
             axes.set_xscale("log")
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_xticks(places, [f"{place:,g}" for place in places])
         axes.minorticks_off()
-        for name in dict.fromkeys(dot.name for dot in known):
-            line = sorted((dot for dot in known if dot.name == name), key=lambda dot: dot.cost or 0.0)
+        for name in dict.fromkeys(dot.name for dot in finished):
+            line = sorted((dot for dot in finished if dot.name == name), key=lambda dot: dot.cost or 0.0)
             costs, means = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
             errors = [[dot.mean - dot.low for dot in line], [dot.high - dot.mean for dot in line]]
             axes.errorbar(costs, means, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
         axes.set_xlabel(axis)
         axes.set_ylabel(dots[0].metric.title)
         axes.set_title("mean and 95 % interval", fontsize=10, color=GREY)
-        if known:
+        if finished:
             axes.legend()
     return png.getvalue()
 
 
 def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
-    """The 95 % interval of the mean of values in the metric's unit, within its limits; the mean twice where none is."""
+    """Compute the 95 % interval of the mean, within the metric's limits; without an interval, the mean twice."""
     interval, (least, most) = t_interval(values), metric.limits
     if interval["low"] is None or interval["high"] is None:
         return (statistics.mean(values),) * 2
@@ -126,11 +126,11 @@ def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
 
 def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
     for row, dot in enumerate(dots):
-        if not dot.known:
+        if not dot.scores:
             axes.annotate("failed", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY)
             continue
-        offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.known))]  # beside the interval, not on it
-        axes.scatter(dot.known, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
+        offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.scores))]  # beside the interval, not on it
+        axes.scatter(dot.scores, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
         axes.plot((dot.low, dot.high), (row, row), color=dot.color, linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
@@ -168,13 +168,13 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights from 0 to 1, moved as little as keeps them `gap` apart, in the sense of least squares."""
+    """Move ascending heights in 0 to 1 as little as keeps them `gap` apart, by least squares."""
     groups: list[tuple[float, int]] = []  # neighbours that touch: the lowest one's height, and how many they are
-    for place, wanted in enumerate(heights):
-        height, size = wanted - gap * place, 1
+    for place, target in enumerate(heights):
+        height, size = target - gap * place, 1
         while groups and groups[-1][0] > height:
-            below, more = groups.pop()
-            height, size = (below * more + height * size) / (more + size), more + size
+            below, count = groups.pop()
+            height, size = (below * count + height * size) / (count + size), count + size
         groups.append((height, size))
-    found = [height for height, size in groups for _ in range(size)]
-    return [min(max(height, 0.0), 1 - gap * (len(found) - 1)) + gap * place for place, height in enumerate(found)]
+    starts = [height for height, size in groups for _ in range(size)]
+    return [min(max(height, 0.0), 1 - gap * (len(starts) - 1)) + gap * place for place, height in enumerate(starts)]

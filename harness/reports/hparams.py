@@ -9,15 +9,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from harness import cli
-from harness.cli.classes import imported
-from harness.cli.signatures import options_of
 from harness.reports.measures import FIGURES
 from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
 
-# TensorBoard ticks five settings and five metrics, settings first, in the order of their names if all are said to
-# differ. So the score is a setting too, and four settings say in words what all the others are.
-# The tasks' default scores, in every table; another one, by which a run is judged, is in its own.
+# TensorBoard ticks the first five settings, by name, of those that are said to differ. So the score is a setting too,
+# and four settings sum up all others. Each table has the tasks' default scores, and the one by which its run is judged.
 SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
@@ -29,12 +26,12 @@ ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 def words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
-    defaults = _listed(options_of(imported(choice.class_path, key), frozenset(fixed)).defaults)
-    options = _listed({name: value for name, value in choice.init_args.items() if name not in fixed})
+    defaults = _tuples_to_lists(choice.signature(key, frozenset(fixed)).defaults)
+    options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
     return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
 
-def _listed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
     """With lists for tuples, as files have them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -46,7 +43,7 @@ def call(name: str, options: Mapping[str, Any]) -> str:
 
 
 def settings(config: Namespace) -> dict[str, Any]:
-    """How all nets of an experiment are trained: `training` in words, and each setting by itself."""
+    """Return how all nets of an experiment are trained: `training` in words, and each setting by itself."""
     trainer, data = config.trainer.init_args, config.data
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
     length, precision = trainer[f"max_{limit}"], trainer["precision"] or "32-true"
@@ -54,12 +51,9 @@ def settings(config: Namespace) -> dict[str, Any]:
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
     parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
-    parts += [
-        strategy,
-        f"devices {trainer['devices']}",
-        precision,
-        *([f"exact {config.exact}"] if config.exact else []),
-    ]
+    parts += [strategy, f"devices {trainer['devices']}", precision]
+    if config.exact:
+        parts.append(f"exact {config.exact}")
     return {
         "training": ", ".join(map(str, parts)), "data": data.name, "batch_size": data.init_args.get("batch_size"),
         **{key: choice.name for key, choice in rates}, "lr": rates[0][1].init_args.get("lr"), limit: length,
@@ -70,12 +64,12 @@ def settings(config: Namespace) -> dict[str, Any]:
 
 
 def options_of_all(config: Namespace) -> list[str]:
-    """Names of the options of all objectives of an experiment."""
+    """Return names of the options of all objectives of an experiment."""
     return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
 
 
 def log_run(
-    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, more: Iterable[str] = ()
+    folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, others: Iterable[str] = ()
 ) -> None:
     """Write a finished run's row, and figures of its cost as scalars beside its curves.
 
@@ -84,24 +78,24 @@ def log_run(
         row: its settings and its score by name.
         figures: by key.
         score: the name of what nets are judged by.
-        more: names of settings that other rows have.
+        others: names of settings that other rows have.
     """
     with open_writer(folder, ".hparams") as writer:
         for figure in FIGURES:
             value = figures.get(figure.key)
             if figure.curve and value is not None:
                 writer.add_scalar(f"cost/{figure.key}", value)
-        for summary in summaries(row, score, more):
+        for summary in summaries(row, score, others):
             writer._get_file_writer().add_summary(summary)
 
 
-def summaries(row: Mapping[str, Any], score: str, more: Iterable[str] = ()) -> list[Summary]:
-    """The events of a row; `more` names settings that other rows have.
+def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) -> list[Summary]:
+    """Return the events of a row; `others` names settings that other rows have.
 
     The table has the columns that some row of it names, so all rows of an experiment name the same ones.
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
-    columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *more])
+    columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *others])
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
     infos = [
         api_pb2.HParamInfo(

@@ -21,13 +21,13 @@ class Section(NamedTuple):
     pictures: Sequence[bytes] = ()  # PNGs
 
 
-def repeated(commands: Sequence[str]) -> list[Section]:
-    """A section of the commands that made a run, the first one first; none where they are not known."""
+def repeat_section(commands: Sequence[str]) -> list[Section]:
+    """Return a section of the commands that made a run, the first one first; none where they are not known."""
     return [Section("The command that repeats it", "\n".join(["```", *commands, "```"]))] if commands else []
 
 
 def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Section] = ()) -> str:
-    """The HTML of a Markdown page, whose pictures are these PNGs by file name, and of sections below it.
+    """Return the HTML of a Markdown page, whose pictures are these PNGs by file name, and of sections below it.
 
     Tables are sorted by a click on a column's head.
     """
@@ -35,7 +35,7 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
 
     frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     plots = [plot for section in sections for plot in section.plots]
-    resources, script, divs = _embedded(plots) if plots else ("", "", [])
+    resources, script, divs = _embed(plots) if plots else ("", "", [])
     left, parts = iter(divs), []
     for section in sections:
         text = _html(section.text) + "\n".join(f'<p><img alt="" src="{_data(png)}"></p>' for png in section.pictures)
@@ -64,7 +64,7 @@ def _data(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _embedded(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
+def _embed(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
     """Bokeh's library script, the script of these plots, and a place for each."""
     from bokeh.embed import components
     from bokeh.resources import Resources

@@ -34,7 +34,7 @@ def save_results(
 
 
 def sections(results: Results, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
-    """The parts of report.html below those of results.md; those for which results have nothing are left out."""
+    """Return the parts of report.html below those of results.md; those for which results have nothing are left out."""
     metric, described = results.metric, [pages.dots(results, cost) for cost in (COST, PARAMETERS)]
     *students, teacher = described[0][1]
     against = [plot for label, dots in described for plot in plots.against(label, dots)]
@@ -43,7 +43,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         *plots.curves(results, f"val/{metric.score}", validation, metric.scale),
         *plots.curves(results, "train/loss", "training loss"),
     ]
-    drawn = [
+    plotted = [
         Section(
             "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
         ),
@@ -51,13 +51,13 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
         Section("Accuracy against cost and size", "", against),
     ]
-    told = [
+    written = [
         Section("Fidelity and calibration", _beside_accuracy(results)),
         Section("Confusion", _frequent(results), plots.confusion(results)),
         _most_confused(results, images),
-        *html.repeated(commands),
+        *html.repeat_section(commands),
     ]
-    return [*(each for each in drawn if each.plots), *(each for each in told if each.text or each.plots)]
+    return [section for section in plotted if section.plots] + [part for part in written if part.text or part.plots]
 
 
 _PAIRS = (
@@ -68,9 +68,9 @@ _PAIRS = (
 
 
 def _beside_accuracy(results: Results) -> str:
-    """Whether nets follow their teacher, and whether their confidence is right."""
+    """Return whether nets follow their teacher, and whether their confidence is right."""
     metric = results.metric
-    nets = {name: (net, net.combined()) for name, net in results.nets.items()}
+    nets = {name: (net, net.with_means()) for name, net in results.nets.items()}
     nets = {name: pair for name, pair in nets.items() if any(pair[1][f.key] is not None for f in ON_PAGE)}
     if not nets:
         return ""
@@ -93,13 +93,13 @@ def _frequent(results: Results) -> str:
 
 
 def _most_confused(results: Results, images: Images | None) -> Section:
-    found, names, places = mistakes.most_confused(results), mistakes.class_names(results), mistakes.places(results)
-    rows = [[str(places[row]), names[truth], names[taken], f"{100 * share:.0f}"] for row, truth, taken, share in found]
-    shown = images([int(places[row]) for row, *_ in found]) if images and found else None
-    pictures = [] if shown is None else [mistakes.picture(shown, mistakes.titles(results))]
+    worst, names, places = mistakes.most_confused(results), mistakes.class_names(results), mistakes.places(results)
+    rows = [[str(places[row]), names[truth], names[taken], f"{100 * share:.0f}"] for row, truth, taken, share in worst]
+    pixels = images([int(places[row]) for row, *_ in worst]) if images and worst else None
+    pictures = [] if pixels is None else [mistakes.picture(pixels, mistakes.titles(results))]
     columns = ["place in the test set", "class", "taken for", "nets that were wrong, %"]
-    text = "" if not found else Table(columns, rows).markdown() if shown is None else _SHOWN
+    text = "" if not worst else Table(columns, rows).markdown() if pixels is None else _CAPTION
     return Section("The most confused test samples", text, (), pictures)
 
 
-_SHOWN = "Above each its class, what most students and seeds that were wrong took it for, and how many were."
+_CAPTION = "Above each its class, what most students and seeds that were wrong took it for, and how many were."

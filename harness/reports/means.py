@@ -28,14 +28,14 @@ def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
 
 
 def curves(folder: Path) -> dict[str, list[ScalarEvent]]:
-    """All scalars of a TensorBoard run by tag."""
+    """Return all scalars of a TensorBoard run by tag."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
     events.Reload()
     return {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if not tag.startswith(NOT_AVERAGED)}
 
 
 def summary(runs: Sequence[dict[str, list[ScalarEvent]]]) -> dict[str, list[ScalarEvent]]:
-    """Mean curves of runs by tag, and of those in `BANDS` the smallest and the largest value at each step."""
+    """Return mean curves of runs by tag, and of those in `BANDS` the smallest and the largest value at each step."""
     events: dict[str, list[ScalarEvent]] = {}
     for tag in runs[0]:
         if not all(tag in run for run in runs):

@@ -17,14 +17,14 @@ def take_first(values: Values) -> float | None:
 
 def take_median(values: Values) -> float | None:
     """Take the median of the values that are known."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    measured = [value for value in values if value is not None]
+    return median(measured) if measured else None
 
 
 def take_mean(values: Values) -> float | None:
     """Take the mean of the values that are known."""
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    measured = [value for value in values if value is not None]
+    return mean(measured) if measured else None
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Figure:
     heading: str
     text: Callable[[float | None], str] = short
     combine: Callable[[Values], float | None] = take_median
-    each_seed: bool = False
+    per_seed: bool = False
     of_net: bool = False
     on_page: bool = False
     units: Sequence[tuple[float, str]] = ((1.0, ""),)
@@ -85,10 +85,10 @@ FIGURES = (
         axis="cost of training, {unit}",
     ),
     Figure(
-        "test_agreement", "agreement with the teacher, %", to_digits(2, 100), take_mean, each_seed=True, on_page=True
+        "test_agreement", "agreement with the teacher, %", to_digits(2, 100), take_mean, per_seed=True, on_page=True
     ),
-    Figure("test_kl", "KL to the teacher, nats", to_digits(4), take_mean, each_seed=True, on_page=True),
-    Figure("test_ece", "ECE, %", to_digits(2, 100), take_mean, each_seed=True, on_page=True),
+    Figure("test_kl", "KL to the teacher, nats", to_digits(4), take_mean, per_seed=True, on_page=True),
+    Figure("test_ece", "ECE, %", to_digits(2, 100), take_mean, per_seed=True, on_page=True),
 )  # fmt: skip
 PARAMETERS, STEP, COST = FIGURES[:3]
 IN_TABLE = tuple(figure for figure in FIGURES if not figure.on_page)

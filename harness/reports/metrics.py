@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.reports.uncertainty import (
     CONFIDENCE,
     Interval,
@@ -26,7 +26,7 @@ def paired_differences(values: Sequence[float | None], baseline: Sequence[float 
 
 
 def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
-    """One line that says which students differ from the baseline by more than the noise between seeds.
+    """Say in one line which students differ from the baseline by more than the noise between seeds.
 
     `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
     """
@@ -36,38 +36,38 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     if not tested:
         claim = f"nothing here says that any other row differs from {baseline} by more than noise"
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
-    said = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
+    claims = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
     if single:
-        said.append(f"{listed(single)} had one seed to compare, so no interval")
+        claims.append(f"{join_words(single)} had one seed to compare, so no interval")
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
     together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
     spreads = [statistics.stdev(differences[name]) for name, interval in tested.items() if interval["low"] is not None]
     power = _power(statistics.median(spreads), few, len(tested), metric) if spreads else ""
-    return f"With {seeds} seeds, {'; '.join(said)}.{together}{power}"
+    return f"With {seeds} seeds, {'; '.join(claims)}.{together}{power}"
 
 
 def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
-    """What so many seeds can show where they showed differences of this deviation, and what a third of that would take.
+    """Say what difference so many seeds can show, given this deviation, and how many seeds a third of it takes.
 
     It is not corrected for several comparisons, of which Holm's correction depends on the others' differences. Of two
     seeds nothing is said: they leave it open over a factor of 70.
     """
     if seeds < 3:
         return ""
-    differences = [metric.scale * detectable(each, seeds) for each in true_spread(spread, seeds)]
+    differences = [metric.scale * detectable(deviation, seeds) for deviation in true_spread(spread, seeds)]
     if not round(differences[0] / 3, metric.digits):
         return ""
-    seen, low, high = (f"{min(each, metric.limits[1]):.{metric.digits}f}" for each in differences)
-    more = seeds_for(1.0, detectable(1.0, seeds) / 3)
+    seen, low, high = (f"{min(difference, metric.limits[1]):.{metric.digits}f}" for difference in differences)
+    needed = seeds_for(1.0, detectable(1.0, seeds) / 3)
     alone = "In a single comparison, " if comparisons > 1 else ""
-    said = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
-    third = f"; a third of it takes {more} seeds" if more else ""
-    return f"{said}, as they tell the noise no better){third}."
+    sentence = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
+    third = f"; a third of it takes {needed} seeds" if needed else ""
+    return f"{sentence}, as they tell the noise no better){third}."
 
 
 def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:
-    """One line for a table sorted by the metric: how far the first of equal students is ahead; empty where unknown."""
+    """Say for a sorted table how far the first of equal students is ahead by chance; empty where unknown."""
     whole = np.array([values for values in rows if None not in values], dtype=float)
     if whole.ndim < 2 or min(whole.shape) < 2:
         return ""
@@ -84,17 +84,17 @@ def _claims(
     groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
     for name, interval in tested.items():
         groups[_kind(interval, p_values[name], metric)].append(name)
-    said = []
+    claims = []
     for word in ("better", "worse"):
         if names := groups[word]:
-            shown = listed([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
+            students = join_words([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
             verb = "is" if len(names) == 1 else "are"
-            said.append(f"{shown} {verb} {word} than {baseline} beyond the noise between seeds")
+            claims.append(f"{students} {verb} {word} than {baseline} beyond the noise between seeds")
     if groups["level"]:
-        said.append(f"{listed(groups['level'])} can't be told apart from {'it' if said else baseline}")
+        claims.append(f"{join_words(groups['level'])} can't be told apart from {'it' if claims else baseline}")
     if groups["flat"]:
-        said.append(f"{listed(groups['flat'])} differed by the same on each seed, which is no measure of noise")
-    return said
+        claims.append(f"{join_words(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+    return claims
 
 
 def _kind(interval: Interval, p: float | None, metric: Metric) -> str:

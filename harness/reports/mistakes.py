@@ -8,22 +8,20 @@ from harness.reports import samples
 from harness.reports.figures import figure
 from harness.reports.results import NetResults, Results
 
-SHOWN = 24  # images
+MOST_IMAGES = 24  # images
 ACROSS = 8
 PAIRS = 10  # of classes
 LETTERS = 16  # of a class's name over an image
 
 
 def predictions(net: NetResults, count: int) -> np.ndarray:
-    """The classes (seeds, n) that a net predicted with the seeds that have them."""
-    classes = [
-        samples.unpacked_classes(stored) for stored in net.samples.get("test_predicted", ()) if stored is not None
-    ]
+    """Return the classes (seeds, n) that a net predicted with the seeds that have them."""
+    classes = [samples.unpack_classes(stored) for stored in net.samples.get("test_predicted", ()) if stored is not None]
     return np.stack(classes) if classes else np.zeros((0, count), dtype=np.int64)
 
 
 def confusions(results: Results) -> dict[str, np.ndarray]:
-    """For each net the shares (classes, classes) of a class's samples, in rows, that were taken for a class."""
+    """Compute, for each net, the shares (classes, classes) of a class's samples, in rows, taken for each class."""
     truth = samples.labels(results)
     size, shares = _classes(results, truth), {}
     for name, net in results.nets.items():
@@ -40,14 +38,14 @@ def _classes(results: Results, truth: np.ndarray) -> int:
 
 
 def class_names(results: Results) -> list[str]:
-    """Names of the classes; their numbers where some have none."""
+    """Return names of the classes; their numbers where some have none."""
     size = _classes(results, samples.labels(results))
-    known = results.classes
-    return [str(name) for name in (known if len(known) >= size else range(size))]
+    names = results.classes
+    return [str(name) for name in (names if len(names) >= size else range(size))]
 
 
 def frequent(results: Results) -> list[tuple[int, int, float]]:
-    """The pairs of classes that students confuse most: label, class, share of the label's samples over all students."""
+    """Find the classes that students confuse most: label, class, share of the label's samples over all students."""
     of_students = [shares for name, shares in confusions(results).items() if name != "teacher"]
     if not of_students:
         return []
@@ -59,26 +57,28 @@ def frequent(results: Results) -> list[tuple[int, int, float]]:
 
 
 def most_confused(results: Results) -> list[tuple[int, int, int, float]]:
-    """The samples that most students got wrong: row, label, what most took it for, share of nets that were wrong."""
+    """Find the samples that most nets got wrong: row, label, what most took it for, share of nets that were wrong."""
     truth = samples.labels(results)
     by_student = [predictions(net, len(truth)) for net in results.students.values()]
     predicted = np.concatenate(by_student) if by_student else np.zeros((0, len(truth)), dtype=np.int64)
     if not len(predicted):
         return []
     wrong = (predicted != truth).mean(0)
-    order = [row for row in np.argsort(-wrong, kind="stable")[:SHOWN].tolist() if wrong[row] > 0]
-    taken = [np.bincount(column[column != truth[row]]).argmax() for row in order for column in [predicted[:, row]]]
-    return [(row, int(truth[row]), int(as_), float(wrong[row])) for row, as_ in zip(order, taken, strict=True)]
+    confused = []
+    for row in np.argsort(-wrong, kind="stable")[: min(MOST_IMAGES, np.count_nonzero(wrong))].tolist():
+        others = predicted[predicted[:, row] != truth[row], row]
+        confused.append((row, int(truth[row]), int(np.bincount(others).argmax()), float(wrong[row])))
+    return confused
 
 
 def places(results: Results) -> np.ndarray:
-    """The places (n,) of the tested samples in the test set."""
+    """Return the places (n,) of the tested samples in the test set."""
     stored = results.teacher.sampled.get("test_places")
-    return np.arange(len(samples.labels(results))) if stored is None else samples.unpacked_classes(stored)
+    return np.arange(len(samples.labels(results))) if stored is None else samples.unpack_classes(stored)
 
 
 def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
-    """A PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
+    """Draw a PNG of images (k, C, H, W) with C 1 or 3, each stretched to the full range, under their titles."""
     down = -(-len(images) // ACROSS)
     with figure(11, 1.75 * down) as (drawn, png):
         axes = [*drawn.subplots(down, ACROSS, squeeze=False).flat]
@@ -94,7 +94,7 @@ def picture(images: np.ndarray, titles: Sequence[str]) -> bytes:
 
 
 def titles(results: Results) -> list[str]:
-    """Of each of the most confused samples what it is, and what most took it for."""
+    """Write for each of the most confused samples what it is, and what most took it for."""
     names = [name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…" for name in class_names(results)]
     return [
         f"{names[truth]}\nas {names[taken]}, {100 * share:.0f} %" for _, truth, taken, share in most_confused(results)

@@ -9,16 +9,16 @@ from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import machine
 from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
 from harness.reports.settings import objectives, settings
-from harness.reports.tables import NONE, Table, count, listed, paragraph, table_of
+from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
 
 def text(results: Results) -> str:
-    """The table and its notes for a terminal: plain text of at most 110 columns."""
+    """Return the table and its notes for a terminal: plain text of at most 110 columns."""
     tuned = [tuning.table(results).plain()] if results.search else []
-    said = "\n".join(map(paragraph, [*notes(results), *tuning.notes(results)]))
-    return "\n\n".join(filter(None, [table(results).plain(), *tuned, said]))
+    paragraphs = "\n".join(map(paragraph, [*notes(results), *tuning.notes(results)]))
+    return "\n\n".join(filter(None, [table(results).plain(), *tuned, paragraphs]))
 
 
 def markdown(results: Results) -> str:
@@ -38,12 +38,12 @@ def markdown(results: Results) -> str:
 
 
 def _another_test_set(results: Results) -> list[str]:
-    """The intervals that stand for another test set of this size, too; nothing where none can be given."""
+    """Write the intervals that also hold for other test sets of this size; nothing where there are none."""
     metric, rows = results.metric, []
     for name, student in results.students.items():
         if student.delta_vs_ce is None or name == student.baseline or student.baseline not in results.students:
             continue
-        interval = samples.both(results, name, student.baseline)
+        interval = samples.difference_over_both(results, name, student.baseline)
         if interval is not None and interval["low"] is not None:
             rows.append([name, metric.difference(student.delta_vs_ce), metric.difference(interval)])
     if not rows:
@@ -78,12 +78,12 @@ def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
 
 
 def table(results: Results) -> Table:
-    """One line for the teacher and one for each student."""
+    """Return one line for the teacher and one for each student."""
     metric, nets, students = results.metric, results.nets, results.students
-    figures = [net.combined() for net in nets.values()]
+    figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
     return table_of([
-        ("variant", ["teacher", *(starred(name, student.failed) for name, student in students.items())]),
+        ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())]),
         ("objective", [NONE, *(student.objective for student in students.values())]),
         *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
@@ -93,7 +93,7 @@ def table(results: Results) -> Table:
 
 
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
-    """The mean of a score over the nets that there are."""
+    """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
 
 
@@ -104,7 +104,7 @@ def _difference(name: str, student: StudentResults, metric: Metric) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """The notes beneath the table: what it shows, which students failed, what the intervals support."""
+    """Return the notes beneath the table: what it shows, which students failed, what the intervals support."""
     students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
@@ -132,7 +132,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _labels(results: Results) -> list[str]:
-    """A line that says which labels students and teacher had, if the students had only some."""
+    """Say which labels students and teacher had, if the students had only some."""
     config, total = results.config, results.data.get("train")
     labelled = (config.get("data") or {}).get("init_args", {}).get("labelled")
     if labelled is None:
@@ -142,7 +142,7 @@ def _labels(results: Results) -> list[str]:
 
 
 def _kept_teacher(results: Results) -> list[str]:
-    """A line that says for how many epochs the teacher was trained, if the run has grown since."""
+    """Say for how many epochs the teacher was trained, if the run has grown since."""
     epochs, now = results.teacher.max_epochs, planned_epochs(results)
     if results.config.get("teacher_epochs") is not None:
         return []
@@ -150,13 +150,13 @@ def _kept_teacher(results: Results) -> list[str]:
 
 
 def planned_epochs(run: Header) -> int | None:
-    """The epochs of a run's nets, as its settings have them."""
+    """Return the epochs of a run's nets, as its settings have them."""
     epochs: int | None = (run.config.get("trainer") or {}).get("max_epochs")
     return epochs
 
 
 def ended_early(run: Header) -> list[str]:
-    """A line on the nets of a run that did not train for as many epochs as planned; nothing of other experiments."""
+    """Say which nets of a run trained for fewer epochs than planned; nothing of other experiments."""
     if not isinstance(run, Results):
         return []
     students = {name: student.trained_epochs for name, student in run.students.items()}
@@ -165,7 +165,7 @@ def ended_early(run: Header) -> list[str]:
 
 
 def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None]) -> list[str]:
-    """A line that says after how many epochs nets ended that did not train for as many as planned.
+    """Say which nets trained for fewer epochs than planned, and for how many.
 
     Args:
         trained: for each net the epochs of each seed.
@@ -176,33 +176,33 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
         epochs = [number for number in of_seeds if number is not None]
         if any(number != planned[name] for number in epochs):
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
-            nets.setdefault(f"{listed([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
-    ended = "; ".join(f"{listed(names)} after {epochs}" for epochs, names in nets.items())
+            nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
+    ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
     why = "by --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
 def failures(seeds: Sequence[int], failed: Mapping[str, Sequence[Failure | None]]) -> list[str]:
-    """One line for each student that failed with a seed, saying where."""
+    """Return one line for each student that failed with a seed, saying where."""
     lines = []
     for name, of_seeds in failed.items():
         pairs = zip(seeds, of_seeds, strict=False)
         if where := [f"seed {seed} (term {f.term}, step {f.step})" for seed, f in pairs if f]:
             left = len(seeds) - len(where)
             rest = f"its figures are over the {left} other seed{'s' * (left > 1)}" if left else "it has no figures"
-            lines.append(f"* {name}: the loss stopped being finite with {listed(where)}; {rest}.")
+            lines.append(f"* {name}: the loss stopped being finite with {join_words(where)}; {rest}.")
     return lines
 
 
-def starred(name: str, failed: Sequence[Failure | None]) -> str:
-    """The name in the table; a star points to the line of its failure."""
+def star_failed(name: str, failed: Sequence[Failure | None]) -> str:
+    """Return the name in the table; a star points to the line of its failure."""
     return f"{name} *" if any(failed) else name
 
 
 def picture(results: Results) -> bytes:
     """results.png: the metric with its intervals, and against the cost of training."""
     label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
-    return metric_picture(students, label, teacher.mean if teacher.known else None)
+    return metric_picture(students, label, teacher.mean if teacher.scores else None)
 
 
 def dots(results: Results, cost: Figure) -> tuple[str, list[Dot]]:

@@ -25,7 +25,7 @@ DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
     """Plot each student's seeds, mean and 95 % interval, with the teacher's mean as a line; nothing if all failed."""
-    dots, metric = [dot for dot in dots if dot.known], teacher.metric
+    dots, metric = [dot for dot in dots if dot.scores], teacher.metric
     if not dots:
         return []
     plot = _figure(
@@ -33,16 +33,16 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
         tooltips=[("student", "@name"), ("mean", "@mean{0.000}"), ("interval", "@interval")],
     )  # fmt: skip
     for dot in dots:
-        plot.scatter(dot.known, [dot.name] * len(dot.known), size=5, alpha=0.4, color=dot.color)
+        plot.scatter(dot.scores, [dot.name] * len(dot.scores), size=5, alpha=0.4, color=dot.color)
     source = _source([
         {"name": dot.name, "mean": dot.mean, "low": dot.low, "high": dot.high, "color": dot.color,
-         "interval": f"{dot.low:.{metric.digits}f} to {dot.high:.{metric.digits}f}" if len({*dot.known}) > 1
+         "interval": f"{dot.low:.{metric.digits}f} to {dot.high:.{metric.digits}f}" if len({*dot.scores}) > 1
          else "none without a spread"}
         for dot in dots
     ])  # fmt: skip
     plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
     plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
-    if teacher.known:
+    if teacher.scores:
         _line(plot, teacher.mean, "height")
     return [plot]
 
@@ -54,37 +54,37 @@ class Pair(dict[str, Any]):
     """
 
 
-def compared_pairs(results: Results) -> list[Pair]:
-    """All pairs of students with two common seeds or more, as `one` minus `other`, with p corrected for all of them."""
+def compare_pairs(results: Results) -> list[Pair]:
+    """Compare all pairs of students with two common seeds or more, as `one` minus `other`, with corrected p."""
     metric, students = results.metric, results.students
-    found: dict[str, tuple[str, str, Interval]] = {}
+    tested: dict[str, tuple[str, str, Interval]] = {}
     raw: dict[str, float | None] = {}
     for one, other in itertools.combinations(students, 2):
         differences = paired_differences(students[one].scores[metric.name], students[other].scores[metric.name])
         if len(differences) > 1:
             key = f"{one}\n{other}"
-            found[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
+            tested[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
     corrected = holm(raw)
     return [
         Pair(one=one, other=other, difference=interval["mean"], interval=metric.difference(interval), p=corrected[key])
-        for key, (one, other, interval) in found.items()
+        for key, (one, other, interval) in tested.items()
     ]
 
 
 def pairs(results: Results) -> list[Any]:
-    """A matrix: by how much the student of a row is better than that of a column; grey where noise may be the reason.
+    """Plot by how much a row's student is better than a column's; grey where noise may be the reason.
 
     No plot if no pair has two seeds.
     """
     from bokeh.palettes import RdBu11
 
-    metric, found = results.metric, compared_pairs(results)
-    if not found:
+    metric, compared = results.metric, compare_pairs(results)
+    if not compared:
         return []
     names, sign = list(results.students), 1 if metric.higher_is_better else -1
-    largest = max(abs(pair["difference"]) for pair in found) or 1.0
+    largest = max(abs(pair["difference"]) for pair in compared) or 1.0
     cells: list[dict[str, str]] = []
-    for pair in found:
+    for pair in compared:
         for row, column, factor in ((pair["one"], pair["other"], 1), (pair["other"], pair["one"], -1)):
             difference, p = factor * pair["difference"], pair["p"]
             beyond = p is not None and p < 1 - CONFIDENCE
@@ -111,24 +111,24 @@ def pairs(results: Results) -> list[Any]:
 
 
 def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], name: str) -> list[float | None]:
-    """A value's mean over the seeds that have it, for each epoch."""
+    """Compute a value's mean over the seeds that have it, for each epoch."""
     rows = itertools.zip_longest(*(seed for seed in epochs if seed), fillvalue={})
-    known = [[values[name] for values in row if values.get(name) is not None] for row in rows]
-    return [mean(values) if values else None for values in known]  # type: ignore[type-var]
+    measured = [[values[name] for values in row if values.get(name) is not None] for row in rows]
+    return [mean(values) if values else None for values in measured]  # type: ignore[type-var]
 
 
 def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[Any]:
-    """A plot of a value of each epoch, the mean over seeds, a line for each net; none if no net has it."""
+    """Plot a value over the epochs, its mean over seeds, a line for each net; nothing if no net has it."""
     nets = {**results.students, "teacher": results.teacher}
-    found = {net: mean_curve(of.epochs, name) for net, of in nets.items()}
-    found = {net: values for net, values in found.items() if any(value is not None for value in values)}
-    if not found:
+    means = {net: mean_curve(of.epochs, name) for net, of in nets.items()}
+    means = {net: values for net, values in means.items() if any(value is not None for value in values)}
+    if not means:
         return []
     plot = _figure(
         x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
     )
     looks = zip(itertools.cycle(COLORS), _dashes())
-    for (net, values), (color, dash) in zip(found.items(), looks, strict=False):
+    for (net, values), (color, dash) in zip(means.items(), looks, strict=False):
         heights = [float("nan") if value is None else scale * value for value in values]
         style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
         places, style = list(range(1, len(values) + 1)), {"color": color, "line_dash": dash, **style}
@@ -138,7 +138,7 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
             plot.line(places, heights, name=net, legend_label=net, line_width=2, **style)
     legend = plot.legend[0]
     legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
-    legend.ncols = 1 + len(found) // 16
+    legend.ncols = 1 + len(means) // 16
     plot.add_layout(legend, "right")
     return [plot]
 
@@ -147,7 +147,7 @@ def against(label: str, dots: Sequence[Dot]) -> list[Any]:
     """Plot the mean of the metric against a cost, for the nets of which both are known; nothing without any."""
     from bokeh.models import NumeralTickFormatter
 
-    dots = [dot for dot in dots if dot.known and dot.cost]
+    dots = [dot for dot in dots if dot.scores and dot.cost]
     if not dots:
         return []
     metric = dots[0].metric
@@ -165,7 +165,7 @@ def against(label: str, dots: Sequence[Dot]) -> list[Any]:
 
 
 def confusion(results: Results) -> list[Any]:
-    """A matrix for each net: of the samples of a class, in rows, the shares that it took for a class.
+    """Plot a matrix for each net: the shares of a class's samples, in rows, that it took for each class.
 
     None for over 100 classes: their matrices would take megabytes.
     """
@@ -186,7 +186,7 @@ def confusion(results: Results) -> list[Any]:
         colors = LinearColorMapper(palette=Blues256[::-1], low=0, high=100)
         plot.image([percent], x=0, y=0, dw=len(names), dh=len(names), color_mapper=colors)
         if not numbered:
-            ticks = [each + 0.5 for each in range(len(names))]
+            ticks = [number + 0.5 for number in range(len(names))]
             for axis in (plot.xaxis, plot.yaxis):
                 axis.ticker, axis.major_label_overrides = ticks, dict(zip(ticks, names, strict=True))
             plot.xaxis.major_label_orientation = 0.9
@@ -233,5 +233,5 @@ def _line(plot: Any, place: float, dimension: Literal["width", "height"]) -> Non
 
 
 def _dashes() -> Iterator[str]:
-    """A style for each line: colours repeat after ten, then in another style."""
+    """Return a style for each line: colours repeat after ten, then in another style."""
     return itertools.cycle(dash for dash in DASHES for _ in range(10))

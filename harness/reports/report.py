@@ -18,11 +18,11 @@ class Code(NamedTuple):
     language: str = ""
 
     def plain(self) -> str:
-        """The lines."""
+        """Return the lines."""
         return self.text
 
     def markdown(self) -> str:
-        """The lines in a fence."""
+        """Return the lines in a fence."""
         return f"```{self.language}\n{self.text}\n```"
 
 
@@ -38,11 +38,11 @@ class Report(NamedTuple):
     figures: Mapping[str, bytes]  # PNGs by file name
 
     def plain(self) -> str:
-        """What is printed."""
+        """Return what is printed."""
         return "\n\n".join(paragraph(part) if isinstance(part, str) else part.plain() for part in self.text)
 
     def markdown(self, title: str) -> str:
-        """The content of results.md."""
+        """Return the content of results.md."""
         header = "\n".join(f"- {name}: {value}" for name, value in self.header.items())
         parts = [part if isinstance(part, str) else part.markdown() for part in self.page]
         return "\n\n".join([f"# {title}", header, *parts]) + "\n"
@@ -51,18 +51,18 @@ class Report(NamedTuple):
         """Write report.html, with the commands that made the run, results.md and the pictures."""
         text = self.markdown(title)
         write_text(folder / "results.md", text)
-        write_text(folder / "report.html", html.page(text, self.figures, html.repeated(commands)))
+        write_text(folder / "report.html", html.page(text, self.figures, html.repeat_section(commands)))
         for name, png in self.figures.items():
             write_bytes(folder / name, png)
 
 
 def percent(share: float | None) -> str:
-    """A share as a whole number of hundredths."""
+    """Return a share as a whole number of hundredths."""
     return NONE if share is None else f"{100 * share:.0f}"
 
 
 def machine(results: Mapping[str, Any]) -> dict[str, str]:
-    """Lines of a page's header: the machine, the versions, the commits of the code that ran, in their order."""
+    """Return lines of a page's header: the machine, the versions, the commits of the code that ran, in their order."""
     lines = {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
     commits = [commit or "unknown" for commit in results.get("commits", ())]
     return lines | ({"Commit": ", then ".join(commits)} if commits else {})

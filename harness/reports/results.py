@@ -61,9 +61,9 @@ class NetResults:
             "trained_epochs": self.trained_epochs, "epochs": self.epochs,
         }  # fmt: skip
 
-    def combined(self) -> dict[str, float | None]:
-        """Its figures, with the means of those that it has of each seed."""
-        means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.each_seed}
+    def with_means(self) -> dict[str, float | None]:
+        """Return its figures, with the means of those that it has of each seed."""
+        means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
         return {**self.figures, **means}
 
 
@@ -158,7 +158,7 @@ class Results(Header):
         return {"teacher": self.teacher, **self.students}
 
     def seconds_of_seed(self) -> dict[int, float]:
-        """By seed, how long its students took."""
+        """Return how long the students of each seed took."""
         return dict(zip(self.seeds, self.students_fit_seconds, strict=True))
 
     @classmethod
@@ -224,9 +224,9 @@ def combine(
 
 
 def _rank(scores: Scores, metric: Metric) -> float:
-    """A number that is smaller for better scores, and largest for none."""
-    known = metric.scaled(scores)
-    return statistics.mean(known) * (-1 if metric.higher_is_better else 1) if known else math.inf
+    """Return a number that is smaller for better scores, and largest for none."""
+    scaled = metric.scaled(scores)
+    return statistics.mean(scaled) * (-1 if metric.higher_is_better else 1) if scaled else math.inf
 
 
 def combine_student(records: Sequence[NetRecord], metric: Metric) -> StudentResults:
@@ -239,11 +239,11 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     """Combine what teachers and students have in common; a net that failed has no figure but those of its kind."""
     trained = [{} if net.failed else net.figures for net in records]
     of_seeds = [*metric.tested]
-    of_seeds += [figure.key for figure in FIGURES if figure.each_seed and any(figure.key in net for net in trained)]
+    of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
         figure.key: figure.combine([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
         for figure in FIGURES
-        if not figure.each_seed
+        if not figure.per_seed
     }
     keys = dict.fromkeys(key for net in records for key in net.samples if key not in SAMPLED)
     samples = {key: [None if net.failed else net.samples.get(key) for net in records] for key in keys}

@@ -20,7 +20,7 @@ from lit_modules.tasks import Task
 DIGITS = 6  # that are kept of a value
 
 
-def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
+def summarize(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
     """Compute what a record keeps of a net's tested samples, of which these are the values (n,).
 
     Returns:
@@ -30,48 +30,48 @@ def recorded(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float 
     if not len(places := arrays.get("place", np.zeros(0))):
         return {}, {}
     means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.average_samples(arrays).items()}
-    kept = {f"test_{name}": packed(value) for name, value in task.keep_samples(arrays).items()}
+    kept = {f"test_{name}": pack(value) for name, value in task.keep_samples(arrays).items()}
     if (places != np.arange(len(places))).any():
-        kept["test_places"] = classes(places)
+        kept["test_places"] = pack_classes(places)
     return means, kept
 
 
-def packed(values: np.ndarray) -> str | list[float]:
-    """Values of samples (n,) as a record has them: booleans and whole numbers in base64, others rounded."""
+def pack(values: np.ndarray) -> str | list[float]:
+    """Pack values of samples (n,) for a record: booleans and whole numbers in base64, others rounded."""
     if values.dtype == bool:
-        return bits(values)
+        return pack_bits(values)
     if np.issubdtype(values.dtype, np.integer):
-        return classes(values)
+        return pack_classes(values)
     return [round(value, DIGITS) for value in values.tolist()]
 
 
-def bits(right: np.ndarray) -> str:
-    """Booleans (n,), eight to a byte, in base64."""
+def pack_bits(right: np.ndarray) -> str:
+    """Pack booleans (n,), eight to a byte, in base64."""
     return base64.b64encode(np.packbits(right).tobytes()).decode()
 
 
-def unpacked(stored: str, count: int) -> np.ndarray:
-    """The `count` values of packed bits, float64; ValueError if there are not so many."""
+def unpack(stored: str, count: int) -> np.ndarray:
+    """Unpack `count` bits as, float64; ValueError if there are not so many."""
     values = np.unpackbits(np.frombuffer(base64.b64decode(stored, validate=True), dtype=np.uint8))
     if len(values) - 7 > count or len(values) < count:
         raise ValueError(f"{len(values)} bits for {count} samples")
     return values[:count].astype(np.float64)
 
 
-def classes(numbers: np.ndarray) -> str:
-    """Whole numbers (n,) of 0 or more, in as few bytes each as the largest needs: the type's name, a colon, base64."""
+def pack_classes(numbers: np.ndarray) -> str:
+    """Pack whole numbers (n,) of 0 or more into the smallest type that fits: its name, a colon, base64."""
     kind = f"u{np.min_scalar_type(int(numbers.max(initial=0))).itemsize}"
     return f"{kind}:{base64.b64encode(numbers.astype(f'<{kind}').tobytes()).decode()}"
 
 
-def unpacked_classes(stored: Packed) -> np.ndarray:
-    """The whole numbers (n,) again."""
+def unpack_classes(stored: Packed) -> np.ndarray:
+    """Unpack whole numbers (n,)."""
     kind, _, data = str(stored).partition(":")
     return np.frombuffer(base64.b64decode(data, validate=True), dtype=f"<{kind}").astype(np.int64)
 
 
-def both(results: Results, student: str, baseline: str) -> Interval | None:
-    """The interval, over seeds and test samples, of a student's difference to the baseline.
+def difference_over_both(results: Results, student: str, baseline: str) -> Interval | None:
+    """Compute the interval, over seeds and test samples, of a student's difference to the baseline.
 
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """
@@ -85,9 +85,9 @@ def both(results: Results, student: str, baseline: str) -> Interval | None:
 
 
 def _values(stored: Packed, count: int) -> np.ndarray:
-    return unpacked(stored, count) if isinstance(stored, str) else np.asarray(stored)
+    return unpack(stored, count) if isinstance(stored, str) else np.asarray(stored)
 
 
 def labels(results: Results) -> np.ndarray:
-    """The labels (n,) of the tested samples; none in results without them."""
-    return unpacked_classes(results.teacher.sampled.get("test_labels", "u1:"))
+    """Return the labels (n,) of the tested samples; none in results without them."""
+    return unpack_classes(results.teacher.sampled.get("test_labels", "u1:"))

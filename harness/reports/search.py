@@ -2,7 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any, Self
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing, or there is none."""
+    numbers = [value for value in values if value is not None]
+    return mean(numbers) if numbers and len(numbers) == len(values) else None
 
 
 @dataclass(frozen=True)

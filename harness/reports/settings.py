@@ -10,9 +10,9 @@ FIRST = (
     *("data", "teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.precision", "trainer.strategy", "trainer.devices", "exact"),
 )
-ELSEWHERE = {
-    *("seeds", "variants", "only", "zoo", "recipe", "metric", "trainer", "teacher_cache_mb", "teacher_cache_dir"),
-}  # on lines of their own, or of no effect
+# These choose rows, their order and what they are judged by, or set other settings: they change no net.
+OF_TABLE = frozenset({"only", "zoo", "recipe", "metric"})
+ELSEWHERE = {"seeds", "variants", "trainer", "teacher_cache_mb", *OF_TABLE}  # on lines of their own, or of no effect
 NEUTRAL = {
     "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.accumulate_grad_batches": 1,
     "trainer.check_val_every_n_epoch": 1,
@@ -20,13 +20,12 @@ NEUTRAL = {
 
 
 def settings(config: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """All settings but the `free` ones, and the devices, as `name value`; what is null or false is left out."""
+    """Return all settings but the `free` ones, and the devices, as `name value`; what is null or false is left out."""
     flags = {**config, **{f"trainer.{name}": value for name, value in (config.get("trainer") or {}).items()}}
     names = [*(name for name in FIRST if name in flags), *(name for name in flags if name not in FIRST)]
     written = [name for name in names if name in FIRST or name not in {*free, *ELSEWHERE}]
-    return [
-        _line(name, flags[name]) for name in written if not is_off(flags[name]) and flags[name] != NEUTRAL.get(name)
-    ]
+    acting = {name: flags[name] for name in written if flags[name] != NEUTRAL.get(name)}
+    return [_line(name, value) for name, value in acting.items() if not is_off(value)]
 
 
 def _line(name: str, value: Any) -> str:
@@ -35,12 +34,12 @@ def _line(name: str, value: Any) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a setting is null or false; 0 is neither."""
+    """Return whether a setting is null or false; 0 is neither."""
     return value is None or value is False
 
 
 def write_value(value: Any) -> str:
-    """A value as text; a class has its options, but for those that are null or false."""
+    """Return a value as text; a class has its options, but for those that are null or false."""
     if isinstance(value, list):
         return f"[{', '.join(map(write_value, value))}]"
     if not isinstance(value, dict):

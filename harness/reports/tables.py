@@ -25,13 +25,13 @@ class Table:
     left: int = 1
 
     def markdown(self) -> str:
-        """A GitHub table with right-aligned numbers."""
+        """Return a GitHub table with right-aligned numbers."""
         rule = [":--" if column < self.left else "--:" for column in range(len(self.header))]
         lines = [self.header, rule, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
     def plain(self, width: int | None = None) -> str:
-        """Aligned text of at most `width` characters a line, as many as stdout has room for if not given.
+        """Align the cells in lines of at most `width` characters, by default as many as stdout has room for.
 
         Headers of numbers wrap where they must, then columns of words; what still has no room is left out and named.
         """
@@ -44,9 +44,9 @@ class Table:
         for part in (range(self.left, len(header)), range(self.left)):
             while _total(widths) > width and (wide := [i for i in part if widths[i] > least[i]]):
                 widths[max(wide, key=widths.__getitem__)] -= 1
-        shown = next((n for n in range(len(widths), self.left, -1) if _total(widths[:n]) <= width), self.left + 1)
-        lines = [self._line(row[:shown], widths[:shown]) for row in [header, ["-" * w for w in widths], *rows]]
-        left_out = [f"for want of room without: {'; '.join(header[shown:])}"] if shown < len(header) else []
+        fitting = next((n for n in range(len(widths), self.left, -1) if _total(widths[:n]) <= width), self.left + 1)
+        lines = [self._line(row[:fitting], widths[:fitting]) for row in [header, ["-" * w for w in widths], *rows]]
+        left_out = [f"for want of room without: {'; '.join(header[fitting:])}"] if fitting < len(header) else []
         return "\n".join([*lines, *left_out])
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
@@ -62,12 +62,12 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def room() -> int:
-    """Characters in a line of what is printed: 110, or what the terminal has."""
+    """Return the characters of a printed line: 110, or what the terminal has."""
     return min(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH) if sys.stdout.isatty() else WIDTH
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken after a space, comma, bracket or underscore where there is one."""
+    """Break a cell into lines of at most `width` characters, after a space, comma, bracket or underscore if any."""
     lines = [""]
     for piece in re.findall(r"[^\s,(_/]*[\s,(_/]*", cell):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -79,7 +79,7 @@ def _wrap(cell: str, width: int) -> list[str]:
 
 
 def columns(cells: Mapping[str, Callable[[Any], str]], rows: Iterable[Any], left: int = 1) -> Table:
-    """A line a row, a column a function that gives its cells; the first `left` are words."""
+    """Make a table with a line for each row and a column for each function; the first `left` are words."""
     return Table(list(cells), [[cell(row) for cell in cells.values()] for row in rows], left)
 
 
@@ -90,23 +90,23 @@ def table_of(columns: Iterable[tuple[str, list[str]]], left: int = 1) -> Table:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """The text in lines that stdout has room for; all but the first are indented."""
+    """Wrap the text to the width of stdout; all lines but the first are indented."""
     options: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, room(), **options)
 
 
 def words(values: Mapping[str, Any]) -> str:
-    """Names with their values, such as `cores 2, gpus []`; what is None is left out."""
+    """Return names with their values, such as `cores 2, gpus []`; what is None is left out."""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def count(value: int | None) -> str:
-    """An integer with thousands separators."""
+    """Return an integer with thousands separators."""
     return NONE if value is None else f"{value:,}"
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, never in powers of ten."""
+    """Return three significant digits, never in powers of ten."""
     if value is None:
         return NONE
     if abs(value) >= 100:
@@ -114,6 +114,6 @@ def short(value: float | None) -> str:
     return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

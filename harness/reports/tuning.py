@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
 from harness.reports.figures import GREY, figure
 from harness.reports.results import Results
-from harness.reports.search import Search, Setting, Tuned
-from harness.reports.tables import NONE, Table, count, listed, short, table_of, words
+from harness.reports.search import Search, Setting, Tuned, mean_of_all
+from harness.reports.tables import NONE, Table, count, join_words, short, table_of, words
 from harness.reports.uncertainty import expected_maximum
 from lit_modules.tasks import Metric
 
@@ -17,47 +16,47 @@ FACTOR = 9.0  # between the least and the greatest value of an option, from whic
 
 
 def table(results: Results) -> Table:
-    """A line for each method: the chosen settings, and the validation of the given ones and of these.
+    """Return a line for each method: the chosen settings, and the validation of the given ones and of these.
 
     That of the chosen ones is there twice: as the search saw it, and with the table's seeds, which chose nothing.
     """
     search, metric = search_of(results), results.metric
 
-    def scored(setting: Setting) -> str:
-        value, ended = _mean(setting.validation), _epochs(setting.epochs)
+    def write_score(setting: Setting) -> str:
+        value, ended = mean_of_all(setting.validation), _epochs(setting.epochs)
         return "failed" if value is None else f"{metric.scale * value:.{metric.digits}f} after {ended}"
 
-    def again(name: str) -> str:
-        value = _mean([metric.last(epochs or []) for epochs in results.students[name].epochs or [None]])
+    def write_retest(name: str) -> str:
+        value = mean_of_all([metric.last(epochs or []) for epochs in results.students[name].epochs or [None]])
         return NONE if value is None else f"{metric.scale * value:.{metric.digits}f}"
 
-    def chosen(tuned: Tuned) -> str:
-        options = {name: _shown(value) for name, value in tuned.settings[tuned.chosen].options.items()}
+    def write_options(tuned: Tuned) -> str:
+        options = {name: _write_value(value) for name, value in tuned.settings[tuned.chosen].options.items()}
         return words(options) + (", as given" if tuned.chosen == 0 else "")
 
     methods = search.methods
     unit = metric.unit if metric.scale == 1 else "%"
     return table_of([
         ("tuned", list(methods)),
-        ("chosen settings", [chosen(tuned) for tuned in methods.values()]),
-        (f"validation, {unit}", [scored(tuned.settings[tuned.chosen]) for tuned in methods.values()]),
-        (f"again, {'%' if metric.scale == 100 else metric.unit}", [again(name) for name in methods]),
-        ("as given", [scored(tuned.settings[0]) for tuned in methods.values()]),
+        ("chosen settings", [write_options(tuned) for tuned in methods.values()]),
+        (f"validation, {unit}", [write_score(tuned.settings[tuned.chosen]) for tuned in methods.values()]),
+        (f"again, {'%' if metric.scale == 100 else metric.unit}", [write_retest(name) for name in methods]),
+        ("as given", [write_score(tuned.settings[0]) for tuned in methods.values()]),
         ("settings", [count(len(tuned.settings)) for tuned in methods.values()]),
         ("student-epochs", [count(search.cost.student_epochs[name]) for name in methods]),
     ], left=2)  # fmt: skip
 
 
 def notes(results: Results) -> list[str]:
-    """How the search was made and what it cost; nothing for a run without one."""
+    """Say how the search was made and what it cost; nothing for a run without one."""
     if results.search is None:
         return []
     search, cost, seeds = results.search, results.search.cost, results.config["tune_seeds"]
     most = max(len(tuned.settings) for tuned in search.methods.values())
-    with_seeds = f"seed{'s' * (len(seeds) > 1)} {listed([str(seed) for seed in seeds])}"
-    compared = f"Settings of {listed(list(search.methods))} were compared on the validation set with {with_seeds}"
+    with_seeds = f"seed{'s' * (len(seeds) > 1)} {join_words([str(seed) for seed in seeds])}"
+    compared = f"Settings of {join_words(list(search.methods))} were compared on the validation set with {with_seeds}"
     *early, last = search.rungs
-    after = listed([str(epochs) for epochs in early])
+    after = join_words([str(epochs) for epochs in early])
     how = f"; after {after} of {_epochs(last)} the better half of each went on" if early else ""
     runs = f" in all {len(results.pooled)} runs together" if len(results.pooled) > 1 else ""
     spent = f"{count(sum(cost.student_epochs.values()))} student-epochs in {short(cost.fit_seconds)} s"
@@ -75,13 +74,13 @@ def notes(results: Results) -> list[str]:
 
 
 def search_of(results: Results) -> Search:
-    """The search of a run that was tuned."""
+    """Return the search of a run that was tuned."""
     assert results.search is not None
     return results.search
 
 
 def picture(results: Results) -> bytes:
-    """A PNG: for each method the validation against each option; the chosen setting has a ring, dropped ones pale."""
+    """Draw a PNG: each method's validation against each option; the chosen setting has a ring, dropped ones fade."""
     metric, methods = results.metric, search_of(results).methods
     widest = max(len(tuned.settings[0].options) for tuned in methods.values()) or 1
     with figure(2.6 * widest + 0.6, 2.3 * len(methods) + 0.3) as (drawn, png):
@@ -111,9 +110,9 @@ def _sensitivity(axes: Any, tuned: Tuned, option: str, metric: Metric) -> None:
             axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axes.minorticks_off()
     else:
-        places = [_shown(value) for value in values]
+        places = [_write_value(value) for value in values]
     for number, (setting, place) in enumerate(zip(settings, places, strict=True)):
-        height = _mean(setting.validation)
+        height = mean_of_all(setting.validation)
         if height is None:
             continue
         ringed = number == tuned.chosen
@@ -129,12 +128,7 @@ def _epochs(number: int) -> str:
     return f"{count(number)} epoch{'s' * (number != 1)}"
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known and len(known) == len(values) else None
-
-
-def _shown(value: Any) -> str:
+def _write_value(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:g}"
     return NONE if value is None else str(value)

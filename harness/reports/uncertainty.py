@@ -19,7 +19,7 @@ MOST_SEEDS = 10_000
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of the values and its 95 % interval by Student's t; bounds are None without a spread, all three for none."""
+    """Compute the mean and its 95 % interval by Student's t; bounds are None without a spread, all for no values."""
     if len({*values}) < 2:
         return {"mean": values[0] if values else None, "low": None, "high": None}
     mean = statistics.mean(values)
@@ -28,13 +28,13 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def paired_interval(differences: Sequence[float]) -> Interval:
-    """`t_interval` of paired differences, one per seed."""
+    """Compute `t_interval` of paired differences, one per seed."""
     # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
     return t_interval([round(difference, 12) for difference in differences])
 
 
 def crossed_interval(differences: np.ndarray) -> Interval:
-    """Mean and 95 % interval over seeds and test samples together, of differences (seeds, samples).
+    """Compute mean and 95 % interval over seeds and test samples together, of differences (seeds, samples).
 
     It stands for other seeds and another test set of this size. Two-way random effects: with the mean squares A between
     seeds, B between samples and E of the rest, the mean's variance is (A + B - E) / (seeds samples). Its parts A and
@@ -59,7 +59,7 @@ def crossed_interval(differences: np.ndarray) -> Interval:
 
 
 def p_value(differences: Sequence[float]) -> float | None:
-    """Two-sided p of Student's t for paired differences, of two seeds or more; None if all are the same."""
+    """Compute the two-sided p of Student's t for paired differences, of two seeds or more; None if all are the same."""
     from scipy.special import stdtr
 
     rounded = [round(difference, 12) for difference in differences]
@@ -70,19 +70,19 @@ def p_value(differences: Sequence[float]) -> float | None:
 
 
 def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The p values, adjusted so that all comparisons together err as often as one would (Holm 1979).
+    """Adjust p values so that all comparisons together err as often as one would (Holm 1979).
 
     A comparison without a p counts among all, and stays without.
     """
     adjusted: dict[str, float | None] = dict.fromkeys(p_values)
-    worst, known = 0.0, {name: p for name, p in p_values.items() if p is not None}
-    for done, (name, p) in enumerate(sorted(known.items(), key=lambda item: item[1])):
+    worst, tested = 0.0, {name: p for name, p in p_values.items() if p is not None}
+    for done, (name, p) in enumerate(sorted(tested.items(), key=lambda item: item[1])):
         worst = adjusted[name] = max(worst, min(1.0, (len(p_values) - done) * p))
     return adjusted
 
 
 def detectable(spread: float, seeds: int) -> float:
-    """The difference that so many seeds show in 80 % of cases, where single differences have this deviation."""
+    """Return the difference that so many seeds show in 80 % of cases, where single differences have this deviation."""
     from scipy.special import nctdtrinc
 
     freedom = seeds - 1
@@ -90,7 +90,7 @@ def detectable(spread: float, seeds: int) -> float:
 
 
 def true_spread(spread: float, seeds: int) -> tuple[float, float, float]:
-    """The deviation behind one that so many seeds showed: an estimate, and the bounds of its 95 % interval.
+    """Estimate the deviation behind one that so many seeds showed, with the bounds of its 95 % interval.
 
     The estimate is as often too large as too small; the deviation that was seen is mostly too small.
     """
@@ -102,7 +102,7 @@ def true_spread(spread: float, seeds: int) -> tuple[float, float, float]:
 
 
 def expected_maximum(count: int) -> float:
-    """The mean of the largest of so many values that are drawn from a standard normal distribution."""
+    """Return the mean of the largest of so many values that are drawn from a standard normal distribution."""
     from scipy.special import ndtr
 
     x = np.linspace(0.0, 10.0, 10_001)
@@ -110,7 +110,7 @@ def expected_maximum(count: int) -> float:
 
 
 def lead_by_chance(values: np.ndarray) -> float:
-    """How far the best of these rows (rows, seeds) would lie above their mean if only noise told them apart.
+    """Return how far the best of these rows (rows, seeds) would lie above their mean if only noise told them apart.
 
     The noise is what is left of the values without the means of rows and of seeds: what all rows of a seed share moves
     no row past another. Needs two rows and two seeds.
@@ -122,7 +122,7 @@ def lead_by_chance(values: np.ndarray) -> float:
 
 
 def seeds_for(spread: float, difference: float) -> int | None:
-    """The fewest seeds that show a difference in 80 % of cases; None for more than 10,000."""
+    """Return the fewest seeds that show a difference in 80 % of cases; None for more than 10,000."""
     low, high = 1, MOST_SEEDS
     if detectable(spread, high) > difference:
         return None

@@ -16,7 +16,7 @@ from harness.runs.quiet import notice
 from harness.runs.session import Session
 from lit_modules.learner import Learner
 
-SHOWN = 8  # names in a message, for each stage
+MOST_NAMES = 8  # names in a message, for each stage
 ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinetuning: "backbone"}  # of the module
 
 
@@ -33,7 +33,7 @@ class When(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, callback: Monitor, run: Session) -> "When":
-        """For a Trainer's fit of a run's data."""
+        """Compute it for a Trainer's fit of a run's data."""
         epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         if isinstance(callback, EarlyStopping):
@@ -64,28 +64,28 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
             expected = f"a callback for modules without .{needed}, as those of {' and '.join(stages)}"
             raise BadInput(flag, type(callback).__name__, expected)
         if isinstance(callback, Monitor) and callback.monitor is not None:
-            known = {stage: monitored(module, trainer, callback, run) for stage, module in stages.items()}
-            _check_monitor(callback, f"{flag}.monitor", known)
+            names = {stage: list_monitored(module, trainer, callback, run) for stage, module in stages.items()}
+            _check_monitor(callback, f"{flag}.monitor", names)
 
 
-def _check_monitor(callback: Monitor, flag: str, known: Mapping[str, list[str]]) -> None:
-    if not any(callback.monitor in names for names in known.values()):
-        each = "; ".join(f"{stage}: {_listed(names)}" for stage, names in known.items())
-        raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {each}")
+def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, list[str]]) -> None:
+    if not any(callback.monitor in names for names in names_by_stage.values()):
+        logged = "; ".join(f"{stage}: {_join_first(names)}" for stage, names in names_by_stage.items())
+        raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {logged}")
 
 
 def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -> None:
-    """Take from a stage's Trainer the callbacks that monitor what another stage logs, and say so in a line each."""
+    """Remove a stage's callbacks that monitor what only another stage logs, with a notice for each."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks[:]:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(callback, Monitor) and monitor and monitor not in monitored(module, trainer, callback, run):
+        monitor = callback.monitor if isinstance(callback, Monitor) else None
+        if isinstance(callback, Monitor) and monitor and monitor not in list_monitored(module, trainer, callback, run):
             callbacks.remove(callback)
             notice(f"{stage:15}  without {type(callback).__name__}, as it logs no {monitor}")
 
 
-def monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
-    """The names that this callback finds when it first looks."""
+def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
+    """List the names that are logged before this callback first looks."""
     when, count = When.of(trainer, callback, run), min(2, run.data.sizes["train"])
     pair = run.data.samples("train", torch.arange(count), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
@@ -99,5 +99,5 @@ def monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session
     return names
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names if len(names) <= SHOWN else [*names[:SHOWN], "..."]) or "nothing that early"
+def _join_first(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."]) or "nothing that early"

@@ -40,7 +40,7 @@ class Fit:
     samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`
 
 
-class Tested(Callback):
+class SampleWriter(Callback):
     """Writes the values of single samples to a file, as ranks end with a test."""
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +103,7 @@ def fit_and_test(
             safepoints.load(module, state, checkpoint)
         path = checkpoint.with_suffix(".samples")
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
-        testing = trainer(part=".test", callbacks=[Tested(path)], **only_test)
+        testing = trainer(part=".test", callbacks=[SampleWriter(path)], **only_test)
         scores = dict(testing.test(module, run.data, verbose=False)[0]) if plan.tested else {}
         testing.strategy.barrier()
         finish_runs(loggers)
@@ -130,7 +130,7 @@ def _stop_after_save() -> Iterator[None]:
         with signals.defer_signals():
             yield
     except (SystemExit, ProcessExitedException) as stop:
-        if getattr(stop, "code", signals.SAVED) == signals.SAVED:
+        if isinstance(stop, ProcessExitedException) or stop.code == signals.SAVED:
             signals.stop_if_requested()
         raise
     signals.stop_if_requested()

@@ -110,9 +110,8 @@ def _check_seeds(out: Path) -> None:
     """Raise BadInput if a seed's folder is a file or a link that leads nowhere."""
     for path in out.glob("seed[0-9]*"):
         if path.name.removeprefix("seed").isdecimal() and not path.is_dir():
-            raise BadInput(
-                "out", out, f"folders for seeds; {path} is {'a broken link' if path.is_symlink() else 'a file'}"
-            )
+            kind = "a broken link" if path.is_symlink() else "a file"
+            raise BadInput("out", out, f"folders for seeds; {path} is {kind}")
 
 
 def run_files(out: Path) -> list[str]:

@@ -8,8 +8,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from harness import cli
-from harness.cli.classes import imported
-from harness.cli.signatures import options_of
 
 NAMES = ("run_name", "name")  # constructors' arguments for a run's name
 
@@ -27,7 +25,7 @@ def make_loggers(value: Any, run: str) -> list[Logger]:
 
 
 def _make_logger(choice: cli.Choice, key: str, run: str) -> Logger:
-    options = options_of(imported(choice.class_path, key))
+    options = choice.signature(key)
     name = next((name for name in NAMES if name in options.hints), None)
     if name is not None and choice.init_args[name] == options.defaults[name]:
         choice = replace(choice, init_args={**choice.init_args, name: run})

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format
 from lit_modules.nets import unwrap_logits
 from lit_modules.nets.weights import load_checked, read_weights
 
 Spec = dict[str, Any]
-SHOWN = 5  # folders of nets in a message
+MOST_FOLDERS = 5  # folders of nets in a message
 NET_FILES = ("weights.pt", "net.yaml")
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
-    """What `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
+    """Return what `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     try:
         yaml.safe_dump(plain)
@@ -63,12 +63,12 @@ def write_spec(net_spec: Spec, folder: Path) -> None:
 
 
 def read_spec(folder: str | Path, flag: str = "run") -> Spec:
-    """What a folder's `net.yaml` holds; BadInput if there is no such file, or it holds something else."""
+    """Read a folder's `net.yaml`; BadInput if there is no such file, or it holds something else."""
     try:
-        found = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
-        found.pop("classes", None)
-        if set(found) == {"class_path", "init_args"} and isinstance(found["init_args"], dict):
-            return found
+        net_spec = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
+        net_spec.pop("classes", None)
+        if set(net_spec) == {"class_path", "init_args"} and isinstance(net_spec["init_args"], dict):
+            return net_spec
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         pass
     expected = f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{nets_in(folder)}"
@@ -76,9 +76,9 @@ def read_spec(folder: str | Path, flag: str = "run") -> Spec:
 
 
 def nets_in(folder: str | Path) -> str:
-    """The folders of nets in a run's folder or one of its seeds', as the end of a message."""
+    """Return the folders of nets in a run's folder or one of its seeds', as the end of a message."""
     nets = [str(path.parent) for pattern in ("*", "*/*") for path in Path(folder).glob(f"{pattern}/net.yaml")]
-    return f"; there: {', '.join(sorted(nets)[:SHOWN])}" if nets else ""
+    return f"; there: {', '.join(sorted(nets)[:MOST_FOLDERS])}" if nets else ""
 
 
 def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
@@ -98,7 +98,7 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
 
 
 def read_classes(folder: str | Path) -> tuple[str, ...]:
-    """The names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
+    """Read the names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
     try:
         names = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
         return tuple(map(str, names)) if isinstance(names, list) else ()
@@ -117,7 +117,7 @@ def check_finished(out: Path) -> None:
 
 
 def _names_in(record: Path) -> list[str]:
-    """The nets of a fit's record, BadInput for another format; none if it is damaged, as its reader will say."""
+    """List the nets of a fit's record; BadInput for another format, none if it is damaged, as its reader will say."""
     try:
         facts = json.loads(read_text(record))
         if isinstance(facts, dict):
@@ -129,14 +129,14 @@ def _names_in(record: Path) -> list[str]:
         return []
 
 
-def _untrained(value: Any, flag: str) -> Any:
-    """A net by its spec, and those by whose specs it is made; any other value as it is."""
+def _rebuild(value: Any, flag: str) -> Any:
+    """Build a net, without its weights, from its spec and the specs inside; return any other value as it is."""
     if isinstance(value, list):
-        return [_untrained(entry, flag) for entry in value]
+        return [_rebuild(entry, flag) for entry in value]
     if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):
         return value
-    arguments = {name: _untrained(argument, flag) for name, argument in value["init_args"].items()}
-    return unwrap_logits(imported(value["class_path"], flag, (nn.Module,))(**arguments))
+    arguments = {name: _rebuild(argument, flag) for name, argument in value["init_args"].items()}
+    return unwrap_logits(import_class(value["class_path"], flag, (nn.Module,))(**arguments))
 
 
 def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -145,12 +145,12 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     Raises:
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.
     """
-    found, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
+    net_spec, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
     try:
-        net: nn.Module = _untrained(found, flag)
+        net: nn.Module = _rebuild(net_spec, flag)
     except Exception as error:  # whatever the class makes of the arguments
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {told}") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {cause}") from error
     weights = read_weights(path, flag) if weights is None else weights
     if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
         net.to(kinds.pop())

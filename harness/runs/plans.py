@@ -55,7 +55,7 @@ class Arm:
         return row if self.trial is None else trial_name(row, self.trial)
 
     def settings(self, config: Namespace) -> Namespace:
-        """The run's settings with its own options of the optimizer."""
+        """Return the run's settings with its own options of the optimizer."""
         if not self.optimizer:
             return config
         chosen = config.optimizer
@@ -64,7 +64,7 @@ class Arm:
 
 
 def trial_name(row: str, trial: int) -> str:
-    """The name of one of several settings of a row; no row has such a name."""
+    """Return the name of one of several settings of a row; no row has such a name."""
     return f"{row}@{trial}"
 
 
@@ -104,13 +104,13 @@ class FitPlan:
         return self.title or f"seed {self.seed} {self.name}"
 
     def folder(self, out: Path) -> Path:
-        """Where its nets' folders are, in the run's folder."""
+        """Return the folder of its seed, in the run's folder."""
         return out / f"seed{self.seed}"
 
     def record(self, out: Path) -> Path:
-        """The file that says what it has found; the fit is finished when it is there."""
+        """Return the file of its results; the fit is finished when it is there."""
         return self.folder(out) / f"{self.name}.json"
 
     def checkpoint(self, out: Path) -> Path:
-        """The file from which it resumes."""
+        """Return the file from which it resumes."""
         return self.folder(out) / f"{self.name}.ckpt"

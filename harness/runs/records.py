@@ -93,7 +93,7 @@ class NetRecord:
     samples: Mapping[str, str | list[float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Its figures, its samples and its other fields side by side."""
+        """Write its figures, its samples and its other fields side by side."""
         named = {"objective": self.objective, **({"net": self.net} if self.net else {})}
         failed = None if self.failed is None else asdict(self.failed)
         ended = {"failed": failed, "trained_epochs": self.trained_epochs, "epochs": self.epochs}
@@ -101,7 +101,7 @@ class NetRecord:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "NetRecord":
-        """The record again; LookupError or TypeError if it is none."""
+        """Read what `to_json` wrote; LookupError or TypeError if it is something else."""
         fields = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
         others = {name: value for name, value in facts.items() if name not in fields}
         samples = {name: value for name, value in others.items() if isinstance(value, str | list)}
@@ -127,7 +127,7 @@ class FitRecord:
     teacher_stored: bool | None = None  # whether the teacher's outputs were stored
 
     def fault(self, name: str) -> str | None:
-        """In which term and step the loss of the net of this name stopped being finite, if it did."""
+        """Say in which term and step the loss of a net stopped being finite, if it did."""
         failed = self.nets[name].failed if name in self.nets else None
         return None if failed is None else str(failed)
 
@@ -158,11 +158,8 @@ def check_format(facts: dict[str, Any], path: str | Path, flag: str = "out") -> 
     """Take the number of its format from a file's content; BadInput if it is of another format."""
     number = facts.pop("format", None)
     if number != FORMAT:
-        raise BadInput(
-            flag,
-            path,
-            f"format {FORMAT}, which this version writes; it has {number or 'no number'}; take another folder",
-        )
+        expected = f"format {FORMAT}, which this version writes; it has {number or 'no number'}; take another folder"
+        raise BadInput(flag, path, expected)
 
 
 def check_figures(*figures: Any) -> None:
@@ -181,5 +178,5 @@ def reading(
     except BadInput:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise BadInput(flag, path, f"{expected} ({said})") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, path, f"{expected} ({cause})") from error

@@ -15,7 +15,7 @@ from apprentice.weights import read_saved
 from harness.runs import signals
 from harness.runs.files import atomic
 
-WANTED = "a checkpoint of this fit, or no such file, and it starts again"
+EXPECTED = "a checkpoint of this fit, or no such file, and it starts again"
 # What a fit resumes from, of what Lightning writes.
 NEEDED = {
     "state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", "pytorch-lightning_version",
@@ -47,7 +47,7 @@ class SafePoints(Checkpoint):
         self._seconds_before, self._started, self._saved = 0.0, time.monotonic(), time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds of training, with those before a resume, whether it has finished, and epochs: planned and trained."""
+        """Return seconds of training over all sessions, whether it has finished, and epochs: planned and trained."""
         seconds = self._seconds_before + time.monotonic() - self._started
         of_epochs = {"max_epochs": self._max_epochs, "epochs": self._epochs}
         return {"seconds": seconds, "finished": self.finished, **of_epochs}
@@ -105,7 +105,7 @@ class Until(Callback):
         self.epoch = epoch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It comes before the least number of epochs that the user has set."""
+        """Lift the least number of epochs and steps that the user has set."""
         trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,25 +115,25 @@ class Until(Callback):
 
 
 def max_epochs(state: dict[str, Any]) -> int | None:
-    """How many epochs a checkpoint's fit was to have."""
+    """Return how many epochs a checkpoint's fit was to have."""
     epochs: int | None = state["callbacks"]["SafePoints"]["max_epochs"]
     return epochs
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A fit's checkpoint, on the CPU; code in the file is never run.
+    """Read a fit's checkpoint onto the CPU; code in the file is never run.
 
     Raises:
         BadInput: the file is damaged, or is no checkpoint of ours.
     """
-    content = read_saved(path, "out", WANTED)
+    content = read_saved(path, "out", EXPECTED)
     try:
         whole = content.keys() >= NEEDED and "fit_loop" in content["loops"] and isinstance(content["global_step"], int)
         whole = whole and {"seconds", "finished", "max_epochs", "epochs"} <= content["callbacks"]["SafePoints"].keys()
     except (AttributeError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise BadInput("out", path, f"{WANTED}; it holds something else")
+        raise BadInput("out", path, f"{EXPECTED}; it holds something else")
     return content
 
 
@@ -143,5 +143,5 @@ def load(module: LightningModule, state: dict[str, Any], path: str | Path) -> No
         module.load_state_dict(state["state_dict"])
         module.on_load_checkpoint(state)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise BadInput("out", path, f"{WANTED}; it is of another module ({type(error).__name__}: {said})") from error
+        cause = " ".join(str(error).split())[:200]
+        raise BadInput("out", path, f"{EXPECTED}; it is of another module ({type(error).__name__}: {cause})") from error

@@ -20,7 +20,7 @@ from datamodules import InMemoryData
 from datamodules.adapted import Adapted
 from datamodules.streams import cores
 from harness import cli
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.console import console
@@ -43,7 +43,7 @@ class Session:
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
-        self._told: set[str] = set()
+        self._notices: set[str] = set()
 
     @cached_property
     def trainer(self) -> MakeTrainer:
@@ -62,7 +62,7 @@ class Session:
         return "data" in vars(self)
 
     def with_settings(self, **settings: Any) -> "Session":
-        """A copy with other settings, which makes Trainers of its own and has the same data and folder."""
+        """Copy the session with other settings; the copy makes its own Trainers and shares data and folder."""
         other = copy.copy(self)
         other.config = Namespace(**{**vars(self.config), **settings})
         vars(other).pop("trainer", None)
@@ -70,7 +70,7 @@ class Session:
 
     @cached_property
     def samples(self) -> dict[str, Any]:
-        """What data.json says of the data."""
+        """The content of data.json."""
         return samples.describe_samples(self.data)
 
     @property
@@ -79,10 +79,9 @@ class Session:
         return self.config.trainer.init_args["logger"] is not False
 
     def loggers(self, fit: str) -> list[Logger]:
-        """Those that the user has chosen beside TensorBoard's, new ones for a fit, which is a run in each."""
-        return loggers.make_loggers(
-            self.config.trainer.init_args["logger"], f"{Path(self.config.out or self.name).name}/{fit}"
-        )
+        """Make the loggers that the user has chosen beside TensorBoard's; a fit is a run in each."""
+        run = f"{Path(self.config.out or self.name).name}/{fit}"
+        return loggers.make_loggers(self.config.trainer.init_args["logger"], run)
 
     @property
     def is_double(self) -> bool:
@@ -90,7 +89,7 @@ class Session:
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
-        """A Trainer that can divide the data among its devices; BadInput if it can't."""
+        """Make a Trainer and check that it can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         self.loggers("check")
         sampler = trainer.distributed_sampler_kwargs or {}
@@ -100,8 +99,8 @@ class Session:
 
     def tell(self, line: str) -> None:
         """Print a notice, once."""
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._notices:
+            self._notices.add(line)
             notice(line)
 
     def announce(self) -> None:
@@ -172,10 +171,10 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 
 
 def load_data(config: Namespace) -> InMemoryData:
-    """The chosen data module, set up by rank zero first; limits threads to what its inputs need."""
+    """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
     teacher, options = getattr(config, "teacher", None), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
-        net_class = imported(teacher.class_path, "teacher")
+        net_class = import_class(teacher.class_path, "teacher")
         if issubclass(net_class, Net):
             options["tokenizer"] = net_class.tokenizer_from(teacher.init_args)
     data = cli.build(config.data, "data")
@@ -196,7 +195,7 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
     deleted = {place.absolute() for place in inside}
     for flag, value in settings.items():
         if isinstance(value, str):
-            given = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
-            if Path(given) in deleted:
+            path = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
+            if Path(path) in deleted:
                 expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)

@@ -51,13 +51,7 @@ class RunsLogger(Logger):
     name, version = "", ""  # of Lightning's loggers: the name of the folder, which is the run's own
 
     def __init__(
-        self,
-        root: Path,
-        runs: Iterable[str],
-        default: str,
-        purge_step: int = 0,
-        part: str = "",
-        score: str = "acc",
+        self, root: Path, runs: Iterable[str], default: str, purge_step: int = 0, part: str = "", score: str = "acc"
     ) -> None:
         super().__init__()
         self.root, self.name, self.runs, self.default = Path(root), Path(root).name, set(runs), default
@@ -115,7 +109,7 @@ class RunsLogger(Logger):
 
 
 def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWriter:
-    """A writer of a run's events, or of a part of them, after purging those of an interrupted session."""
+    """Open a writer of a run's events, or of a part of them, and purge those of an interrupted session."""
     if purge_step:  # TensorBoard sorts event files by second, then by process: a new file must be the last
         while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(0.02)
@@ -129,20 +123,20 @@ def open_writer(folder: Path, part: str = "", purge_step: int = 0) -> SummaryWri
 
 
 def _has_layout(folder: Path) -> bool:
-    """Whether a session before has written the charts: a run has none where it was stopped before its first value."""
+    """Return whether an earlier session wrote the charts, which it does with its first value."""
     events = (islice(EventFileLoader(str(file)).Load(), FIRST) for file in folder.glob("events.out.tfevents.*"))
     return any(value.tag == CONFIG_SUMMARY_TAG for event in chain(*events) for value in event.summary.value)
 
 
 def layout(score: str) -> dict[str, dict[str, list[Any]]]:
-    """The charts of the CUSTOM SCALARS tab, by category and title."""
+    """Return the charts of the CUSTOM SCALARS tab, by category and title."""
     # TensorBoard takes a chart's tags as the beginning of what it shows.
     main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if _is_of(tag, score)}
     return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
 
 
 def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """The charts of means with their ranges, for these tags."""
+    """Return the charts of means with their ranges, for these tags."""
     charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
     return {"means over seeds": charts}
 
@@ -166,16 +160,16 @@ def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin:
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text verbatim in the TEXT tab of a finished run."""
     with open_writer(folder, ".text") as writer:
-        writer.add_text(tag, indented(text))
+        writer.add_text(tag, indent(text))
 
 
-def indented(text: str) -> str:
-    """The text as a Markdown code block, shown verbatim."""
+def indent(text: str) -> str:
+    """Indent the text as a Markdown code block, shown verbatim."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
 def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """A picture of counts (classes, classes), a row for each true class, coloured by the square root of their share.
+    """Draw counts (classes, classes), a row for each true class, coloured by the square root of their share.
 
     Up to 10 classes fill 350 pixels, at which TensorBoard shows a picture without leaving out any. Larger pictures have
     to be seen at their actual size. Counts are written for up to 25 classes, names for up to 120.

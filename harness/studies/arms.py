@@ -1,4 +1,4 @@
-"""The arms of a comparison: each method of `--variants` for each net of `--students`, as far as `--only` wants them."""
+"""The arms of a comparison: each method of `--variants` for each net of `--students`, as `--only` picks them."""
 
 from argparse import Namespace
 from collections import deque
@@ -12,21 +12,21 @@ from harness.runs.plans import Arm
 
 
 def arms(config: Namespace) -> dict[str, Arm]:
-    """The arms of `--only`, by name, and those that they learn from, with the settings that the user gave."""
+    """Return the arms of `--only`, and those that they learn from, by name, with the user's settings."""
     rows = cli.rows(Namespace(**{**vars(config), "only": None}))
-    known = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
-    wanted, queue = set[str](), deque(cli.rows(config))
+    all_arms = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
+    names, queue = set[str](), deque(cli.rows(config))
     while queue:
         name = queue.popleft()
-        if name in known and name not in wanted:
-            wanted.add(name)
-            queue.extend(known[name].objective(config).peers)
-    return {name: arm for name, arm in known.items() if name in wanted}
+        if name in all_arms and name not in names:
+            names.add(name)
+            queue.extend(all_arms[name].objective(config).peers)
+    return {name: arm for name, arm in all_arms.items() if name in names}
 
 
 @contextmanager
 def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
-    """Give errors of an arm, by its name below `--variants`, its method's flag, and its net's if there are several."""
+    """Turn the flag of an arm's error, its name below `--variants`, into its method's, and add its net's."""
     try:
         yield
     except BadInput as fault:

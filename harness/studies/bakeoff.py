@@ -1,8 +1,7 @@
 """The bake-off: for each seed a teacher and its students, then one table of all seeds.
 
-A finished run may grow. Its students are those of one fit, `students`, and of a further one for those that came each
-time, `students-2` and so on: a student is the same alone and in company. Teachers are kept, and new seeds' teachers
-have as many epochs.
+A finished run may grow: students that are added train in a fit of their own, `students-2` and so on, as a student is
+the same alone and in company. Teachers are kept, and teachers of new seeds have as many epochs.
 """
 
 import itertools
@@ -99,7 +98,7 @@ class BakeOff:
             return students
 
         if config.zoo:
-            names = zoo.fitting(config, session.parser, self.arms, build)
+            names = zoo.list_fitting(config, session.parser, self.arms, build)
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
@@ -183,16 +182,16 @@ class BakeOff:
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 
-def _count_steps(run: Session, trainer: Trainer, epochs: int | None = None) -> float:
+def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> float:
     """Count the optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
-    options = run.config.trainer.init_args
-    steps_per_epoch = math.ceil(run.data.train_batches(trainer) / options["accumulate_grad_batches"])
+    options = session.config.trainer.init_args
+    steps_per_epoch = math.ceil(session.data.train_batches(trainer) / options["accumulate_grad_batches"])
     limits = [steps_per_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]]
     return min((steps for steps in limits if steps >= 0), default=math.inf)
 
 
 def _list_members(folder: Path, fit: str) -> Iterator[str]:
-    """The students in the record of a fit or, if it is not finished, in its checkpoint."""
+    """Yield the students in the record of a fit or, if it is not finished, in its checkpoint."""
     record, checkpoint = folder / f"{fit}.json", folder / f"{fit}.ckpt"
     if record.exists():
         yield from FitRecord.read(record).nets

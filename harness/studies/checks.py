@@ -20,19 +20,19 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     net, again = (make_net(config, key, config.seeds[0], data.net_arguments, run.is_double) for _ in range(2))
     if trained:
         nets.check_same_start(net, again, key)
-    for flag, expected in getattr(net, "expects", {}).items():
-        if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
-            told = f"{list(expected)}, with which the weights of --{key} were trained"
-            raise BadInput(f"data.{flag}", list(getattr(data, flag)), told)
-    tokenizer = getattr(net, "tokenizer", None)
-    if tokenizer is not None:
-        data.check_tokenizer(tokenizer, f"--{key}")
+    if isinstance(net, nets.Net):
+        for flag, expected in net.expects.items():
+            if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
+                trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
+                raise BadInput(f"data.{flag}", list(getattr(data, flag)), trained_with)
+        if net.tokenizer is not None:
+            data.check_tokenizer(net.tokenizer, f"--{key}")
     logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
     if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "splits", False):
-        with cli.refusals(cli.chosen(config, key), key):
+        with cli.refusals(cli.choice_at(config, key), key):
             nets.pipeline_stages(net, key)
 
 

@@ -10,7 +10,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import cli
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs.nets import Spec, load_net, read_spec, spec
 from harness.runs.session import Session
 from lit_modules import nets
@@ -21,17 +21,17 @@ from lit_modules.tasks import Metric, Task, task_of
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
 
 
-def make_net(config: Namespace, key: str, seed: int, given: Mapping[str, Any], double: bool = False) -> nn.Module:
+def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
     """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes."""
-    choice = cli.chosen(config, key)
+    choice = cli.choice_at(config, key)
     members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
-    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **given, **members)))
+    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **members)))
     return net.double() if double else net
 
 
 def _folders(choice: cli.Choice) -> dict[str, list[str]]:
-    """The folders of trained nets that an ensemble is made of, by the option that names them."""
-    is_ensemble = issubclass(imported(choice.class_path, ""), nets.Ensemble)
+    """Return the folders of trained nets that an ensemble is made of, by the option that names them."""
+    is_ensemble = issubclass(import_class(choice.class_path, ""), nets.Ensemble)
     return {"members": choice.init_args["members"]} if is_ensemble else {}
 
 
@@ -39,33 +39,33 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
     """Build the net chosen under a key for a fit of a run's data; BadInput if it has learnt other classes."""
     net = make_net(run.config, key, seed, run.data.net_arguments, run.is_double)
     is_trained = isinstance(net, nets.Ensemble)
-    match_classes(run, net, key, cli.chosen(run.config, key).name, trained=not is_trained)
+    match_classes(run, net, key, cli.choice_at(run.config, key).name, trained=not is_trained)
     net_spec(run, key)  # or arguments that net.yaml can't hold are refused
     return net
 
 
 def net_spec(run: Session, key: str) -> Spec:
-    """How to rebuild the net chosen under a key."""
-    choice = cli.chosen(run.config, key)
+    """Return how to rebuild the net chosen under a key."""
+    choice = cli.choice_at(run.config, key)
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    net_class = imported(choice.class_path, key)
+    net_class = import_class(choice.class_path, key)
     if issubclass(net_class, Recorded):
         arguments = net_class.rebuild_arguments(arguments)
     return spec(choice.class_path, arguments)
 
 
 def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
-    """How to rebuild a net that is trained: the one chosen under a key, or one that its objective has made of it."""
+    """Return how to rebuild a trained net: the one chosen under a key, or what its objective made of it."""
     chosen = net_spec(run, key)
-    if type(net) is imported(chosen["class_path"], key):
+    if type(net) is import_class(chosen["class_path"], key):
         return chosen
     parts = {"student": chosen, "teacher": net_spec(run, "teacher"), "input_shape": run.data.input_shape}
     return spec(f"{type(net).__module__}.{type(net).__name__}", parts)
 
 
-def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
-    """The task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
+def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
+    """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
     optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
     if config.scheduler is not None:
         scheduler = cli.factory(config.scheduler, "scheduler")
@@ -73,13 +73,13 @@ def learning(config: Namespace, data: InMemoryData) -> dict[str, Any]:
 
 
 def chosen_task(config: Namespace, data: InMemoryData) -> Task:
-    """The data's task, with nets judged by `--metric`, which not every experiment has; BadInput if it has no such."""
+    """Return the data's task, judged by `--metric` if the experiment has it; BadInput for a metric of another task."""
     metric = getattr(config, "metric", DEFAULT_METRIC)
     return task_of(data, None if metric == DEFAULT_METRIC else metric)
 
 
 def judged_by(config: Namespace, data: InMemoryData) -> Metric:
-    """What nets are judged by; BadInput if that can't be."""
+    """Return the metric that nets are judged by; BadInput for one of another task."""
     return chosen_task(config, data).metric
 
 
@@ -94,24 +94,24 @@ def match_classes(
     Raises:
         BadInput: the net has other classes, or another order and logits may not move (`may_move`).
     """
-    wanted = tuple(run.data.class_names)
+    classes = tuple(run.data.class_names)
     for member in members_of(net):
-        known = classes_of(member)
-        if not wanted or known is None or len(known) not in {0, len(wanted)}:
+        learnt = classes_of(member)
+        if not classes or learnt is None or len(learnt) not in {0, len(classes)}:
             continue  # the head is new, or else its size is refused
         try:
-            order = class_order(known, wanted, key, value)
+            order = class_order(learnt, classes, key, value)
         except BadInput as fault:
             if not trained:
                 raise
             run.tell(f"{cli.with_flag(fault)}; its head begins with the weights of other classes")
             continue
-        if order.note and (known or are_named(wanted)):  # if neither has names, there is nothing to tell
+        if order.note and (learnt or are_named(classes)):  # if neither has names, there is nothing to tell
             run.tell(f"{key} {value}: {order.note}, in this order")
         if order.moves:
             if not may_move:
-                expected = f"a net with the data's order of classes; its first is {known[0]}, and not {wanted[0]}"
+                expected = f"a net with the data's order of classes; its first is {learnt[0]}, and not {classes[0]}"
                 raise BadInput(key, value, expected)
             reorder_classes(member, order.places, run.data.example, key)
             run.tell(f"{key} {value}: its logits are put into the order of the data's classes")
-        member.class_names = wanted  # type: ignore[assignment]
+        member.class_names = classes  # type: ignore[assignment]

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 def _conv_backward(grad: Shape, x: Shape, w: Shape, *rest: Any, **_: Any) -> int:
-    """As many as forward for each gradient that is computed; torch's formula ignores groups for that of weights."""
+    """Count forward's for each gradient that is computed; torch's formula ignores groups for that of weights."""
     transposed, output_mask = rest[4], rest[7]
     return sum(output_mask[:2]) * conv_flop_count(list(x), list(w), list(grad), transposed)
 
 
 def _recurrent(x: Shape, weights: Iterable[Shape]) -> int:
-    """For x (..., features): each matrix multiplies each row of x or of the states once; backward is twice that."""
+    """Count for x (..., features): each matrix multiplies each row of x or the states once; backward is twice that."""
     return 2 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
 
 
@@ -53,20 +53,20 @@ class _Uncounted(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Container[Any]) -> None:
+    def __init__(self, formulas: Container[Any]) -> None:
         super().__init__()
-        self.known, self.found = known, False
+        self.formulas, self.has_run = formulas, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         words = set(func.__name__.partition(".")[0].strip("_").split("_"))
         multiplies = func.namespace not in ELEMENTWISE or (words & PRODUCTS and "cell" not in words)
-        if multiplies and getattr(func, "_overloadpacket", func) not in self.known:
-            self.found = True
+        if multiplies and getattr(func, "_overloadpacket", func) not in self.formulas:
+            self.has_run = True
         return func(*args, **kwargs or {})
 
 
 def flops(step: Callable[[], Tensor]) -> int | None:
-    """Operations of forward, loss and backward of a step, which returns the loss; counted without compiling.
+    """Count operations of forward, loss and backward of a step, which returns the loss, without compiling.
 
     None if the step runs an operator without a formula, such as a custom one: a count without it would mislead.
     """
@@ -74,11 +74,11 @@ def flops(step: Callable[[], Tensor]) -> int | None:
     uncounted = _Uncounted(counter.flop_registry)
     with torch.compiler.set_stance("force_eager"), uncounted, counter:
         step().backward()
-    return None if uncounted.found else counter.get_total_flops()
+    return None if uncounted.has_run else counter.get_total_flops()
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
-    """Median time of a step with its backward, after one warm-up step; the step clears gradients itself.
+    """Measure the median time of a step with its backward, after one warm-up step; the step clears gradients itself.
 
     Of ten steps, or of as many as a quarter of a second allows, but at least of three.
     """

@@ -16,9 +16,9 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, NetRecord
-from harness.runs.remaining import remaining
+from harness.runs.remaining import estimate_rest
 from harness.runs.session import Session
-from harness.studies.choices import judged_by, learning, trained_spec
+from harness.studies.choices import judged_by, learner_options, trained_spec
 from harness.studies.measure import log_row, measure, run_of
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -54,7 +54,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     module = build(plan)
     trained = [(arm, module.net_of(run_of(module, arm))) for arm in plan.arms]
     exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
-    show = progress(f"seed {plan.seed} {plan.name:8}", remaining(run.out, plans, plan))
+    show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(run.out, plans, plan))
     outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
     record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
@@ -65,7 +65,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
             record.nets[arm.name] = measure(module, arm, outcome, run.data)
-            if spec["class_path"] != cli.chosen(run.config, arm.net).class_path:
+            if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             save(run, plan, arm, net, spec, record.nets[arm.name])
         record.write(path)
@@ -76,7 +76,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
 
 
 def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
-    """Whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
+    """Return whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
 
     Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """
@@ -110,7 +110,7 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
     folder = run.out / f"seed{seed}" / net
     loaded = with_seed(0, lambda: load_net(folder, "out"))
-    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learning(run.config, run.data))
+    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")
 

@@ -19,7 +19,7 @@ from harness.runs.nets import load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
-from harness.runs.tensorboard import indented, log_text
+from harness.runs.tensorboard import indent, log_text
 from harness.studies.fits import fit
 from harness.studies.measure import log_means
 from lit_modules import nets
@@ -48,26 +48,26 @@ def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -
     for seed in run.config.seeds:
         folder = out / f"seed{seed}" / NAME
         write_json(folder / "vocabulary.json", vocabulary.plain())
-        samples.append(_generated(folder, vocabulary.start, run.config))
+        samples.append(_generate(folder, vocabulary.start, run.config))
         if run.tensorboard:
             log_text(folder, "sample", "\n\n".join(samples[-1]))
     header, texts = run.header(), dict(zip(map(str, run.config.seeds), samples, strict=True))
-    shown, first, ended = table(header.seeds, records), samples[0][0], list[str]()
+    by_seed, first, ended = table(header.seeds, records), samples[0][0], list[str]()
     if header.config["trainer"].get("max_time") is not None:
         trained = [record.nets[NAME].trained_epochs for record in records]
         ended = say_epochs({NAME: trained}, {NAME: planned_epochs(header)})
-    page = "\n\n".join([head(header, BITS), shown.markdown(), *ended, indented(first)])
+    page = "\n\n".join([head(header, BITS), by_seed.markdown(), *ended, indent(first)])
     write_text(out / "results.md", page)
     write_text(out / "report.html", html.page(page, {}))
     metric = {"name": BITS.name, "higher_is_better": False}
     runs = [record.nets[NAME].to_json() | {"fit_seconds": record.fit_seconds} for record in records]
     write_json(out / "results.json", {**header.to_json(), "metric": metric, "runs": runs, "samples": texts})
-    told = "\n\n".join([first, shown.plain(), *map(paragraph, ended)])
-    print(f"{told}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
+    printed = "\n\n".join([first, by_seed.plain(), *map(paragraph, ended)])
+    print(f"{printed}\n\n{out}/report.html, results.md, .json; curves: tensorboard --logdir {out}")
 
 
 def table(seeds: Sequence[int], records: Sequence[FitRecord]) -> Table:
-    """A line for each seed."""
+    """Return a line for each seed."""
     header = ["seed", "parameters", "held-out loss", "bits a character", "perplexity", "step, ms", "training, s"]
     rows = []
     for seed, record in zip(seeds, records, strict=True):
@@ -78,8 +78,8 @@ def table(seeds: Sequence[int], records: Sequence[FitRecord]) -> Table:
     return Table(header, rows)
 
 
-def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Texts that begin with the prompt, by the net in a folder, each as long as its block."""
+def _generate(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Continue the prompt by the net in a folder, to texts as long as its block."""
     net: Any = load_net(folder)
     vocabulary = read_vocabulary(folder)
     tokens = vocabulary.encode(prompt, "sample")
@@ -91,7 +91,7 @@ def _generated(folder: Path, prompt: str, config: Namespace) -> list[str]:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
-    """The vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
+    """Read the vocabulary of a net's folder; BadInput if its file is damaged, or of another net."""
     with reading(folder, "run", "a net's folder with a readable vocabulary.json"):
         vocabulary = vocabulary_of(json.loads(read_text(folder / "vocabulary.json")))
         if len(vocabulary) != read_spec(folder)["init_args"].get("vocab_size", len(vocabulary)) or not len(vocabulary):
@@ -100,8 +100,8 @@ def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
 
 
 def sample(config: Namespace) -> Sequence[str]:
-    """Texts that begin with `--sample`, by the net of the first seed in `--run`; BadInput if one can't be used."""
+    """Continue `--sample` by the net of the first seed in `--run`; BadInput if one can't be used."""
     results = load_results(config.run)
     if results["experiment"] != NAME:
         raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
-    return _generated(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
+    return _generate(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)

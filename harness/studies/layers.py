@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import cli
-from harness.reports.tables import NONE, columns
+from harness.reports.tables import NONE, Table
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
 from harness.studies.checks import check_net
@@ -23,32 +23,32 @@ def print_layers(run: Session, keys: Sequence[str]) -> None:
         check_net(run, key, trainer, trained=False)
         net = make_net(run.config, key, run.config.seeds[0], run.data.net_arguments, run.is_double)
         if is_main_process():
-            lines = layers(net, run.data.example[:1])
-            cells = {"layer": lambda line: line[0], "is": lambda line: line[1], "output": lambda line: line[2]}
-            print(f"{key} {cli.chosen(run.config, key).name}\n\n{columns(cells, lines, left=3).plain()}\n", flush=True)
+            lines = [list(line) for line in layers(net, run.data.example[:1])]
+            table = Table(["layer", "is", "output"], lines, left=3)
+            print(f"{key} {cli.choice_at(run.config, key).name}\n\n{table.plain()}\n", flush=True)
 
 
 def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:
-    """A net's layers for an input (1, ...): name or path, what it is, the shape of its output for one sample."""
+    """Return a net's layers for an input (1, ...): name or path, what it is, the shape of its output for one sample."""
     modules = {path: module for path, module in net.named_modules() if path}
     named = {name: path for name in _names(net) if (path := resolve(net, name))}
     inputs = {path for path in named.values() if path.endswith(INPUT)}
     watched = modules | {path: modules[path.removesuffix(INPUT)] for path in inputs}
-    with torch.no_grad(), nets.any_kernel(net), observe(watched, inputs) as found:
+    with torch.no_grad(), nets.any_kernel(net), observe(watched, inputs) as outputs:
         net.eval()(nets.cast_inputs(net, example))
-    lines = [(name, path, _shape(found.get(path))) for name, path in named.items()]
-    return lines + [(path, type(module).__name__, _shape(found.get(path))) for path, module in modules.items()]
+    lines = [(name, path, _shape(outputs.get(path))) for name, path in named.items()]
+    return lines + [(path, type(module).__name__, _shape(outputs.get(path))) for path, module in modules.items()]
 
 
 def _names(net: nn.Module) -> list[str]:
-    """The names that any net of ours has, see `lit_modules.nets.layer`."""
+    """Return the names that any net of ours has, see `lit_modules.nets.layer`."""
     stages = [f"stage{number}" for number in range(1, len(getattr(net, "stages", ())) + 1)]
     before = [f"stage{number}.pre" for number in range(1, len(getattr(net, "preactivations", ())) + 1)]
     return [DEFAULT_LAYER, "pooled", MIDDLE, *stages, *before]
 
 
 def _shape(output: Any) -> str:
-    """(C, H, W) of a tensor (1, C, H, W); the type of what is none, a dash for what did not run."""
+    """Write (C, H, W) of a tensor (1, C, H, W), the type of another output, a dash for what did not run."""
     if isinstance(output, Tensor):
         return f"({', '.join(map(str, output.shape[1:]))})"
     return NONE if output is None else type(output).__name__

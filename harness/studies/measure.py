@@ -33,7 +33,7 @@ def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> NetR
     }
     if (correct := figures.get("test_correct")) is not None:
         figures["test_correct"] = round(correct)
-    of_samples, values = samples.recorded(module.task, outcome.samples.get(run, {}))
+    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}))
     if module.samples and scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
@@ -50,12 +50,12 @@ def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> NetR
 
 
 def run_of(module: Learner, arm: Arm) -> str:
-    """The name of an arm's run in a module of several, "" in a module that is one run."""
+    """Return the name of an arm's run in a module of several, "" in a module that is one run."""
     return arm.name if arm.name in module.runs else ""
 
 
 def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
-    """Of each epoch a run's values as they were logged, without its name: `train/loss`, `val/acc` and the like.
+    """Return a run's values of each epoch by their names in the log without the run's: `train/loss`, `val/acc`.
 
     None stands for what is infinite, such as a perplexity.
     """

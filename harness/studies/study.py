@@ -24,7 +24,7 @@ MACHINE = ("cpu", "cores", "gpus")
 Row = TypeVar("Row", bound=Mapping[str, Any])  # an entry of results.json
 
 
-class Header(TypedDict, total=False):
+class StudyHeader(TypedDict, total=False):
     """What results.json has above its rows; some keys are of one study alone."""
 
     format: int
@@ -59,7 +59,7 @@ class Study(Generic[Row]):
         self.out, self.parser = run.out, run.parser
         self.rows: dict[str, Row] = {}  # by name
         self.failed: dict[str, str] = {}  # one-line reasons by name
-        self.header: Header = {
+        self.header: StudyHeader = {
             "format": FORMAT, "experiment": run.name,
             "hardware": environment.hardware() | how, "versions": environment.versions(),
             "config": run.parser.as_dict(run.config), "free": run.parser.free,
@@ -76,8 +76,8 @@ class Study(Generic[Row]):
     def _check_same(self, before: Mapping[str, Any], how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"
         now = self.header["config"].get("trainer", {})
-        for key in FIXED if now else ():
-            if (was := before["config"]["trainer"][key]) != now[key]:
+        for key in FIXED:
+            if key in now and (was := before["config"]["trainer"][key]) != now[key]:
                 old, new = (value["class_path"] if isinstance(value, dict) else value for value in (was, now[key]))
                 raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another --out")
         here, there = ({**part["hardware"], "torch": part["versions"]["torch"]} for part in (self.header, before))
@@ -87,7 +87,7 @@ class Study(Generic[Row]):
             raise BadInput("resume", "true", expected)
 
     def line(self, row: Row) -> str:
-        """The line that is printed once a row is measured."""
+        """Return the line that is printed once a row is measured."""
         raise NotImplementedError
 
     def write(self, order: Iterable[str]) -> list[Row]:
@@ -98,7 +98,7 @@ class Study(Generic[Row]):
         return rows
 
     def has(self, name: str) -> bool:
-        """Whether a case is measured, or has failed."""
+        """Return whether a case is measured, or has failed."""
         return name in self.rows or name in self.failed
 
     def keep(self, name: str, row: Row, order: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ class Study(Generic[Row]):
         self.write(order)
         print(self.line(row), flush=True)
 
-    def fail(self, error: Exception, name: str, *more: str) -> None:
+    def fail(self, error: Exception, name: str, *others: str) -> None:
         """Record and print that a case failed, or several for one reason."""
         signals.stop_if_requested()  # which may be the cause
         line = one_line(error, self.parser)
@@ -115,12 +115,12 @@ class Study(Generic[Row]):
             last = (str(error).strip().splitlines() or [""])[-1]
             line = last if "rror: " in last else f"{type(error).__name__}: {last}"
         line = " ".join(line.partition("; --out FOLDER")[0].split())  # there is no checkpoint to go on from
-        self.failed |= dict.fromkeys([name, *more], line)
-        others = f" and {len(more)} more" if more else ""
-        sys.stderr.write(f"{name}{others} failed: {line}\n")
+        self.failed |= dict.fromkeys([name, *others], line)
+        counted = f" and {len(others)} more" if others else ""
+        sys.stderr.write(f"{name}{counted} failed: {line}\n")
 
     def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
-        """Reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
+        """Return reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
         return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
 
     def measure(self, cases: Mapping[str, Callable[[], Row | None]]) -> None:
@@ -128,9 +128,9 @@ class Study(Generic[Row]):
         missing = {name: measured for name, measured in cases.items() if not self.has(name)}
         start = time.monotonic()
         for done, (name, measured) in enumerate(missing.items()):
-            each = (time.monotonic() - start) / done if done else None
-            if each is None or each >= SLOW:
-                left = "" if each is None else f", about {clock(each * (len(missing) - done))} left"
+            seconds = (time.monotonic() - start) / done if done else None
+            if seconds is None or seconds >= SLOW:
+                left = "" if seconds is None else f", about {clock(seconds * (len(missing) - done))} left"
                 notice(f"measuring {name}: {done + 1} of {len(missing)}{left}")
             try:
                 if (row := measured()) is not None:

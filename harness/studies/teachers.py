@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs.nets import check_options, read_classes
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
@@ -19,7 +19,7 @@ TEACHER = "teacher"  # its flag, and the name of its fit and folder
 
 
 def has_trained_teacher(run: Session) -> bool:
-    """Whether the teacher is loaded, not trained."""
+    """Return whether the teacher is loaded, not trained."""
     net_class, config = _declarations(run), run.config
     brings_weights = config.teacher.init_args.get(net_class.trained_if, False)
     is_loaded = config.teacher_ckpt is not None or brings_weights
@@ -37,13 +37,13 @@ def check_head_only(run: Session) -> None:
 
 
 def _declarations(run: Session) -> type[nets.Net]:
-    """The class of the teacher or, of one that declares nothing, the base of ours."""
-    net_class = imported(run.config.teacher.class_path, TEACHER)
+    """Return the class of the teacher or, of one that declares nothing, the base of ours."""
+    net_class = import_class(run.config.teacher.class_path, TEACHER)
     return net_class if issubclass(net_class, nets.Net) else nets.Net
 
 
 def teacher_epochs(run: Session) -> int | None:
-    """Epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
+    """Return epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
     if run.config.teacher_epochs:
         return int(run.config.teacher_epochs)
     records = (run.out / f"seed{seed}" / f"{TEACHER}.json" for seed in run.config.seeds)
@@ -68,5 +68,5 @@ def load_teacher(run: Session, net: nn.Module, seed: int) -> None:
 
 
 def checkpoint_of(run: Session, seed: int) -> str:
-    """The path of `--teacher_ckpt` for a seed."""
+    """Return the path of `--teacher_ckpt` for a seed."""
     return str(run.config.teacher_ckpt).replace("{seed}", str(seed))

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from apprentice.errors import BadInput, reason
 from harness import cli
-from harness.cli.classes import Classes, imported
+from harness.cli.classes import Classes
 from harness.cli.messages import one_line
 from harness.cli.signatures import Missing, options_of
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from lit_modules import objectives
@@ -16,26 +16,21 @@ from lit_modules.distillation import Distillation
 
 
 def methods(named: Mapping[str, str]) -> dict[str, str]:
-    """Classes whose options all have defaults: by the names that `named` gives some, others by theirs in lower case."""
-    names = {found: name for name, found in named.items()}
-    return {names.get(found, found.lower()): found for found, missing in needs().items() if not missing}
+    """List classes whose options all have defaults, by their names in `named`, others by theirs in lower case."""
+    names = {method: name for name, method in named.items()}
+    return {names.get(method, method.lower()): method for method, missing in needs().items() if not missing}
 
 
 def needs() -> dict[str, list[str]]:
-    """For each method, by its class's name, the options that have no default; a Sum is none by itself."""
+    """List the options without a default of each method, by its class's name; a Sum is none by itself."""
     return {
-        name: [option for option, value in options_of(found).defaults.items() if value is Missing]
-        for name, found in Classes((objectives.Objective,), objectives).known.items()
-        if found is not objectives.Sum
+        name: [option for option, value in options_of(method).defaults.items() if value is Missing]
+        for name, method in Classes((objectives.Objective,), objectives).by_name.items()
+        if method is not objectives.Sum
     }
 
 
-def _is_default(choice: cli.Choice) -> bool:
-    """Whether a method has its default options."""
-    return choice.init_args == options_of(imported(choice.class_path, "variants")).defaults
-
-
-def fitting(
+def list_fitting(
     config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
 ) -> list[str]:
     """Name the arms that can be trained; a line names each of the others, with the reason.
@@ -54,9 +49,10 @@ def fitting(
     fit, chosen = [], {choice.name for choice in config.variants.values()}
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
-            notice(f"without {method.lower()}: expected --variants.NAME {method} with its {listed(missing)}")
+            notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
     for name, arm in arms.items():
-        if not _is_default(arm.method) or {name, arm.variant} & {*(config.only or ())}:
+        is_default = arm.method.init_args == arm.method.signature("variants").defaults
+        if not is_default or {name, arm.variant} & {*(config.only or ())}:
             fit.append(name)
             continue
         try:

@@ -55,6 +55,7 @@ class Net(Recorded, nn.Module):
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
             weights, or those of the head, are new.
         expects: `mean` and `std` of the images that its initial weights were trained on, if they were.
+        tokenizer: name of the Hugging Face tokenizer that its initial weights were trained with, if they were.
     """
 
     feature_layer: str
@@ -66,6 +67,7 @@ class Net(Recorded, nn.Module):
     trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    tokenizer: str | None = None
 
     @classmethod
     def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003

@@ -79,9 +79,6 @@ class HuggingFaceLM(Net):
     Logits beyond the data's vocabulary, with which some models are padded, are cut off. With its weights it is a
     trained teacher, as if `--teacher_ckpt` had loaded it.
 
-    Attributes:
-        tokenizer: name of the tokenizer that its weights were trained with; None without weights.
-
     Args:
         name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
             the net.
@@ -96,7 +93,6 @@ class HuggingFaceLM(Net):
 
     untrained = MappingProxyType({"pretrained": False})
     trained_if = "pretrained"
-    tokenizer: str | None = None
 
     @classmethod
     def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:

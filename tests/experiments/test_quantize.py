@@ -176,7 +176,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
             raise RuntimeError("no such kernel")
         return net
 
-    monkeypatch.setattr(latency, "compiled", compiled)
+    monkeypatch.setattr(latency, "compile_whole", compiled)
 
     def write_onnx(net: Any, example: torch.Tensor, folder: Path) -> None:
         if folder.name == "int8-ptq":

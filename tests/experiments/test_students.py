@@ -192,7 +192,7 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
         if names != ["ce"]:
             raise BadInput("variants.x", 1, "2")
 
-    assert zoo.fitting(config, parser, arms(config), make) == ["ce"]
+    assert zoo.list_fitting(config, parser, arms(config), make) == ["ce"]
     lines = capsys.readouterr().out.splitlines()
     assert "without sp: no such shape" in lines
     assert "without rkd: --trainer.strategy Pipe: expected another" in lines

@@ -403,7 +403,7 @@ METHODS = Classes((objectives.Objective, objectives.FeatureObjective), objective
 def test_names_that_are_near_are_told():
     assert DATA.expected("MNISt").endswith(" or the import path of a class; near: MNIST")
     assert METHODS.expected("Hintn").endswith("near: Hinton, Hint")
-    assert METHODS.expected().startswith(f"{next(iter(METHODS.known))}, ")
+    assert METHODS.expected().startswith(f"{next(iter(METHODS.by_name))}, ")
     assert "Objective" not in METHODS.expected()
 
 

@@ -65,7 +65,7 @@ def test_latency_is_told_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def net(name: str) -> Any:
         return lambda images: calls.append((name, len(images)))
 
-    monkeypatch.setattr(latency, "compiled", lambda net, batch, exact: net)
+    monkeypatch.setattr(latency, "compile_whole", lambda net, batch, exact: net)
     found = Latency(threads=1, batch_sizes=[3], repeats=2).measure({"a": net("a"), "b": net("b")}, torch.zeros(2, 1))
     turns = [name for name, _ in itertools.groupby(name for name, _ in calls)]
     assert turns == ["a", "b"] * 3  # to warm up, and twice

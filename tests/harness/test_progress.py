@@ -16,7 +16,7 @@ from harness.runs.plans import FitPlan
 from harness.runs.progress import Display, Lines, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
-from harness.runs.remaining import remaining
+from harness.runs.remaining import estimate_rest
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal
@@ -68,7 +68,7 @@ def test_the_time_of_the_whole_run_is_estimated(tmp_path: Path, monkeypatch: pyt
 
     def told(epochs: dict[tuple[int, str], int | None], seed: int, name: str) -> str | None:
         plans = [FitPlan(*fit, arms=(), epochs=count) for fit, count in epochs.items()]
-        rest = remaining(tmp_path, plans, next(plan for plan in plans if (plan.seed, plan.name) == (seed, name)))
+        rest = estimate_rest(tmp_path, plans, next(plan for plan in plans if (plan.seed, plan.name) == (seed, name)))
         return rest and rest(4, 10)
 
     fits = {"teacher": 2, "students": 5}

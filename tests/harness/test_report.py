@@ -39,7 +39,7 @@ def with_samples(correct: int, seed: int) -> NetRecord:
         "confidence": np.full(TEST, 0.75), "kl": np.full(TEST, 0.5), "agreement": predicted == truth,
     }  # fmt: skip
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    means, packed = samples.recorded(Classification(CLASSES), tensors)
+    means, packed = samples.summarize(Classification(CLASSES), tensors)
     rows = [{"train/loss": 2.0 / (epoch + seed + 1), "val/acc": 0.5 + 0.1 * epoch} for epoch in range(3)]
     record = student(correct)
     return replace(record, figures={**record.figures, **means}, samples=packed, epochs=rows)
@@ -93,14 +93,14 @@ def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> 
         right = [each == truth for each in predicted]
         epochs = [[{"train/loss": u, "val/acc": 1 - u} for u in generator.random(240).tolist()] for _ in seeds]
         kept = {
-            "test_right": [samples.bits(each) for each in right],
-            "test_predicted": [samples.classes(each) for each in predicted],
+            "test_right": [samples.pack_bits(each) for each in right],
+            "test_predicted": [samples.pack_classes(each) for each in predicted],
         }
         return {"scores": {"test_acc": [float(each.mean()) for each in right]}, "epochs": epochs, "samples": kept}
 
     names = ["ce", *(f"method{number}" for number in range(26))]
     students = {name: replace(found.students["kd"], **entry()) for name in names}
-    teacher = replace(found.teacher, **entry(), sampled={"test_labels": samples.classes(truth)})
+    teacher = replace(found.teacher, **entry(), sampled={"test_labels": samples.pack_classes(truth)})
     zoo = replace(found, seeds=[*seeds], students=students, teacher=teacher, classes=[*"0123456789"])
 
     def noise(places: Any) -> np.ndarray:
@@ -158,7 +158,7 @@ def test_all_pairs_are_corrected_together(found: Results) -> None:
     values = {name: np.array(net.scores["test_acc"]) for name, net in found.students.items()}
     pairs = list(itertools.combinations(values, 2))
     expected = holm({f"{a} {b}": p_value((values[a] - values[b]).tolist()) for a, b in pairs})
-    compared = plots.compared_pairs(found)
+    compared = plots.compare_pairs(found)
     assert [(pair["one"], pair["other"]) for pair in compared] == pairs
     for pair in compared:
         assert pair["p"] == pytest.approx(expected[f"{pair['one']} {pair['other']}"])
@@ -169,7 +169,7 @@ def test_all_pairs_are_corrected_together(found: Results) -> None:
 def test_a_pair_with_the_same_difference_on_every_seed_has_no_colour() -> None:
     rows = {"ce": (300, 310, 320), "kd": (320, 330, 340), "hint": (200, 211, 220)}
     three = made_up(3, **{name: [student(count) for count in counts] for name, counts in rows.items()})
-    p = {(pair["one"], pair["other"]): pair["p"] for pair in plots.compared_pairs(three)}
+    p = {(pair["one"], pair["other"]): pair["p"] for pair in plots.compare_pairs(three)}
     assert p["ce", "kd"] is None
     smallest = p_value([120 / TEST, 119 / TEST, 120 / TEST])
     assert p["kd", "hint"] == pytest.approx(3 * smallest)  # of three pairs, not of two

@@ -18,7 +18,7 @@ from harness.reports.metrics import ACCURACY, conclude
 from harness.reports.pages import markdown, notes, picture, table, text
 from harness.reports.results import Results, combine, load_results
 from harness.reports.settings import settings
-from harness.reports.tables import Table, listed, short
+from harness.reports.tables import Table, join_words, short
 from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from harness.runs.records import FORMAT
@@ -314,7 +314,7 @@ def test_numbers_and_words():
         "PFLOPs",
     ]
     assert ACCURACY.difference({"mean": -1e-9, "low": None, "high": None}) == "0.00"
-    assert (listed(["a"]), listed(["a", "b", "c"])) == ("a", "a, b and c")
+    assert (join_words(["a"]), join_words(["a", "b", "c"])) == ("a", "a, b and c")
     assert "a\\|b" in Table(["x"], [["a|b"]]).markdown()
 
 

@@ -56,8 +56,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_their_sum_is_what_was_counted(one: Path) -> None:
     found = results(one)
     for entry in (found["teacher"], *found["students"].values()):
-        right = [samples.unpacked(stored, 101) for stored in entry["test_right"]]
-        predicted = [samples.unpacked_classes(stored) for stored in entry["test_predicted"]]
+        right = [samples.unpack(stored, 101) for stored in entry["test_right"]]
+        predicted = [samples.unpack_classes(stored) for stored in entry["test_predicted"]]
         assert [np.flatnonzero(each).tolist() for each in right] == [
             np.flatnonzero(each == samples.labels(Results.read(found))).tolist() for each in predicted
         ]
@@ -67,7 +67,7 @@ def test_their_sum_is_what_was_counted(one: Path) -> None:
 def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
     found = results(one)
     ce, kd = (
-        np.stack([samples.unpacked(stored, 101) for stored in found["students"][name]["test_right"]])
+        np.stack([samples.unpack(stored, 101) for stored in found["students"][name]["test_right"]])
         for name in ("ce", "kd")
     )
     interval = crossed_interval(kd - ce)
@@ -112,16 +112,16 @@ def test_texts_have_bits_of_each_sample(tmp_path: Path) -> None:
 
 def test_values_come_back_as_they_were() -> None:
     right = np.array([1, 0, 1, 1, 0, 0, 0, 1, 1.0])
-    assert np.array_equal(samples.unpacked(samples.bits(right != 0), 9), right)
+    assert np.array_equal(samples.unpack(samples.pack_bits(right != 0), 9), right)
     for largest, size in ((255, 1), (256, 2), (65_535, 2), (70_000, 4)):
         numbers = np.array([0, largest, 3])
-        stored = samples.classes(numbers)
+        stored = samples.pack_classes(numbers)
         assert stored.startswith(f"u{size}:")
         assert len(base64.b64decode(stored[3:])) == 3 * size
-        assert np.array_equal(samples.unpacked_classes(stored), numbers)
+        assert np.array_equal(samples.unpack_classes(stored), numbers)
     for stored, count in (("/w==", 9), ("////", 9)):
         with pytest.raises(ValueError, match=str(count)):
-            samples.unpacked(stored, count)
+            samples.unpack(stored, count)
 
 
 FIGURES = {"test_acc": 1.0, "test_correct": 1}
@@ -133,8 +133,8 @@ def test_seeds_that_failed_have_none() -> None:
     assert kd.samples == {"test_right": ["gA==", None]}
     ce = combine_student([NetRecord("ce", FIGURES, samples={"test_right": "AA=="})] * 2, ACCURACY)
     found = bake_off_facts.results()
-    found.students, found.teacher.sampled = {"kd": kd, "ce": ce}, {"test_labels": samples.classes(np.array([0]))}
-    assert samples.both(found, "kd", "ce")["mean"] == 1
-    assert samples.both(replace(found, metric=BITS), "kd", "ce") is None
+    found.students, found.teacher.sampled = {"kd": kd, "ce": ce}, {"test_labels": samples.pack_classes(np.array([0]))}
+    assert samples.difference_over_both(found, "kd", "ce")["mean"] == 1
+    assert samples.difference_over_both(replace(found, metric=BITS), "kd", "ce") is None
     kd.samples = {"test_right": [None, None]}
-    assert samples.both(found, "kd", "ce") is None
+    assert samples.difference_over_both(found, "kd", "ce") is None

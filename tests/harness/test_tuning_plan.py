@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Any:
 
 def test_settings_begin_with_the_given_one_and_follow_the_data_s_seed(run: Any) -> None:
     made = run("--only", "kd", "--variants.kd.temperature", "4", "--tune", "8")
-    drawn = [spaces.drawn(made.config, made.arms["kd"], 8, seed) for seed in (0, 0, 1)]
+    drawn = [spaces.draw(made.config, made.arms["kd"], 8, seed) for seed in (0, 0, 1)]
     tried = [[(each.method.init_args, each.optimizer) for each in found] for found in drawn]
     assert tried[0] == tried[1]
     assert tried[0][0] == tried[2][0] == (made.arms["kd"].method.init_args, {})
@@ -61,7 +61,7 @@ def test_every_method_tries_the_same_values_of_the_optimizer(run: Any) -> None:
     assert [sorted(values) for values in tried["ce"]] == [[], *[["lr", "momentum", "weight_decay"]] * 5]
     own = {name: len(spaces.spaces(made.config, arm)) - 3 for name, arm in made.arms.items()}
     assert {1, 2, 3} <= {*own.values()}  # whatever else a method searches
-    alone = spaces.drawn(made.config, made.arms["rkd"], 4, 0)
+    alone = spaces.draw(made.config, made.arms["rkd"], 4, 0)
     assert [each.method for each in alone] == [each.method for each in Tuning(made).trials["rkd"][:4]]
 
 
@@ -81,7 +81,7 @@ def test_flags_narrow_and_add_spaces(run: Any) -> None:
     assert found["ce_weight"] == Linear(0, 1)
     assert found["optimizer.lr"] == Choice((0.1, 0.2))
     assert "optimizer.weight_decay" in found
-    _, *drawn = spaces.drawn(made.config, made.arms["kd"], 4, 0)
+    _, *drawn = spaces.draw(made.config, made.arms["kd"], 4, 0)
     assert {each.method.init_args["kd_weight"] for each in drawn} == {0.5}
     assert {each.optimizer["lr"] for each in drawn} <= {0.1, 0.2}
 
@@ -100,7 +100,7 @@ def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> No
 
 def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     made = run("--only", "ce", "--tune", "9", "--tune_optimizer", "false", "--search.ce.label_smoothing", "[0,0.1]")
-    assert len(spaces.drawn(made.config, made.arms["ce"], 9, 0)) == 2
+    assert len(spaces.draw(made.config, made.arms["ce"], 9, 0)) == 2
     Tuning(made).check()
     assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
 

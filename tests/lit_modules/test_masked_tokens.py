@@ -293,5 +293,5 @@ def test_a_batch_with_ignored_tokens_says_what_its_labels_weigh() -> None:
 
 def test_a_record_has_the_texts_that_have_tokens() -> None:
     values = {"place": torch.arange(3), "bpc": torch.tensor([2.0, 0.0, 4.0]), "tokens": torch.tensor([3.0, 0.0, 1.0])}
-    means, kept = samples.recorded(Tokens(), values | {"kl": torch.tensor([1.0, 0.0, 3.0])})
+    means, kept = samples.summarize(Tokens(), values | {"kl": torch.tensor([1.0, 0.0, 3.0])})
     assert (means, kept) == ({"test_kl": 1.5}, {"test_sample_bpc": [2.0, 4.0]})

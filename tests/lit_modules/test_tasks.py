@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from datamodules import Digits
 from experiments import kd
-from harness.reports.samples import unpacked_classes
+from harness.reports.samples import unpack_classes
 from lit_modules import nets, tasks
 from lit_modules.tasks import ACCURACY, METRICS, Classification, ExactMean, Metric, Scores
 from tests.commands import results
@@ -80,9 +80,9 @@ def test_a_new_task_is_one_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     saved = results(run)
     assert saved["metric"] == {"name": "test_distance", "higher_is_better": False}
     assert "test distance" in (run / "results.md").read_text()
-    truth, teacher = unpacked_classes(saved["teacher"]["test_labels"]), saved["teacher"]
+    truth, teacher = unpack_classes(saved["teacher"]["test_labels"]), saved["teacher"]
     for predicted, distance in zip(teacher["test_predicted"], teacher["test_distance"], strict=True):
-        assert distance == pytest.approx(np.abs(unpacked_classes(predicted) - truth).mean())
+        assert distance == pytest.approx(np.abs(unpack_classes(predicted) - truth).mean())
     assert all("val/distance" in epoch for epoch in saved["students"]["ce"]["epochs"][0])
 
 

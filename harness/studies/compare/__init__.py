@@ -17,7 +17,7 @@ __all__ = ["Run", "compare", "load_runs", "pool", "save", "save_pool", "text"]
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders, in one table; BadInput if one is not finished, of another kind, or given twice."""
+    """Load runs for one table; BadInput if one is not finished, of another kind, or given twice."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
     runs: list[Run] = []
     for folder, path in zip(folders, paths, strict=True):

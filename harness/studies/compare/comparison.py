@@ -151,10 +151,11 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     notes += [f"{', '.join(names)} {sentence}" for sentence, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
-    for name in bases if kind.judged else ():
-        to = f"{first.name}/{name}"
-        judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
-        notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, kind.metric))
+    if kind.judged:
+        for name in bases:
+            to = f"{first.name}/{name}"
+            judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
+            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, kind.metric))
     if kind is FORMATS:
         notes += _of_formats(runs)
     return Comparison(
@@ -171,30 +172,29 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
 
 
 def _baseline(entry: StudentResults, first: Run) -> str:
-    """The student of the first run that a row is compared with."""
+    """Return the student of the first run that a row is compared with."""
     return entry.baseline if entry.variant else first.experiment.baseline
 
 
 def _axis(runs: Sequence[Run], setting: str) -> Axis:
-    """The setting, and its number in each run."""
+    """Return the setting, and its number in each run."""
     values = {run.name: run.setting(setting) for run in runs}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise BadInput("against", setting, f"a setting with a number in each run; in {name} it is {set_to(value)}")
     if len({*values.values()}) < 2:
-        raise BadInput(
-            "against", setting, f"a setting in which runs differ; in all it is {next(iter(values.values()))}"
-        )
+        (value,) = {*values.values()}
+        raise BadInput("against", setting, f"a setting in which runs differ; in all it is {value}")
     return Axis(setting, values)
 
 
 def _by_seed(run: Run, name: str) -> dict[int, float | None]:
-    """A row's score with each seed."""
+    """Return a row's score with each seed."""
     return dict(zip(run.seeds, run.entries[name].scores[run.kind.metric.name], strict=True))
 
 
 def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
-    """A run's row; its differences are to the scores `base`, by seed."""
+    """Return a run's row; its differences are to the scores `base`, by seed."""
     scores = _by_seed(run, name)
     common = [seed for seed in base if seed in scores]
     differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])
@@ -204,5 +204,6 @@ def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
 
 def _of_formats(runs: Sequence[Run]) -> list[str]:
     notes = ["One net a format: a difference has no interval, so nothing here says that it is more than noise."]
-    machines = {repr(run.results.hardware) for run in runs}
-    return notes + ["Latencies were measured on different machines: they don't compare."] * (len(machines) > 1)
+    if any(run.results.hardware != runs[0].results.hardware for run in runs):
+        notes.append("Latencies were measured on different machines: they don't compare.")
+    return notes

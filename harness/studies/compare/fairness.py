@@ -6,7 +6,7 @@ from typing import Any
 from datamodules.fingerprints import changed_parts
 from harness.cli.resuming import PLACES
 from harness.reports.settings import is_off
-from harness.reports.tables import listed
+from harness.reports.tables import join_words
 from harness.studies.compare.runs import Run
 
 # With these options of the Trainer, `data` in results.json has the size of the part that was used.
@@ -20,36 +20,37 @@ CONTEXT = "block_size"  # of a text: each held-out token is tested once, whateve
 
 
 def why_not_comparable(first: Run, run: Run) -> str:
-    """Empty if both runs had the same samples, and a seed in common."""
-    limits = [(part, each.settings.get(f"trainer.{flag}")) for part, flag in LIMITS.items() for each in (first, run)]
+    """Say why runs can't be compared; empty if both had the same samples, and a seed in common."""
+    flags = [(part, f"trainer.{option}") for part, option in LIMITS.items()]
+    limits = [(part, side.settings.get(flag)) for part, flag in flags for side in (first, run)]
     limited = {part for part, limit in limits if repr(limit) not in {"None", "1.0"}}  # 1 is one batch, 1.0 all
     ours, theirs = _samples(run, limited), _samples(first, limited)
-    keys = {*ours, *theirs} - known_places(first, run)
+    keys = {*ours, *theirs} - ignored_places(first, run)
     other = [key for key in sorted(keys) if ours.get(key) != theirs.get(key)]
     if other:
         return f"other data ({', '.join(f'{key} {ours.get(key)}, not {theirs.get(key)}' for key in other)})"
-    classes = [sorted(each.classes) for each in (run, first)]
+    classes = [sorted(side.classes) for side in (run, first)]
     if all(classes) and classes[0] != classes[1]:  # in another order they are the same
         return "other data (of other classes)"
     if parts := [part for part in other_samples(first, run) if part not in limited]:
-        return f"other data (other samples in {listed(parts)})"
+        return f"other data (other samples in {join_words(parts)})"
     if not set(run.seeds) & set(first.seeds):
-        return f"no seed in common ({listed([str(seed) for seed in run.seeds])})"
+        return f"no seed in common ({join_words([str(seed) for seed in run.seeds])})"
     return ""
 
 
 def other_samples(first: Run, run: Run) -> list[str]:
-    """The parts of the data whose samples differ; none where a run has no fingerprint."""
-    return changed_parts(first.results.fingerprint, run.results.fingerprint) if known_places(first, run) else []
+    """Return the parts of the data whose samples differ; none where a run has no fingerprint."""
+    return changed_parts(first.results.fingerprint, run.results.fingerprint) if ignored_places(first, run) else []
 
 
-def known_places(first: Run, run: Run) -> set[str]:
-    """The settings that say where the data lie, if fingerprints tell whether they are the same."""
+def ignored_places(first: Run, run: Run) -> set[str]:
+    """Return the settings that say where the data lie, if fingerprints tell whether they are the same."""
     return set(PLACES) if first.results.fingerprint and run.results.fingerprint else set()
 
 
 def _samples(run: Run, limited: set[str]) -> dict[str, Any]:
-    """What decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
+    """Return what decides which samples a run saw: the data set, its sizes, and the settings that choose from it.
 
     Of `limited` parts one of the two runs used only some batches: there, the option for the size decides.
     """
@@ -62,7 +63,7 @@ def _samples(run: Run, limited: set[str]) -> dict[str, Any]:
 
 
 def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
-    """By flag, both values where the two trained differently other than in their methods' options.
+    """Return both values, by flag, where two runs trained differently but for their methods' options.
 
     Where a class differs, its options are left out.
     """
@@ -74,7 +75,7 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def same(flag: str, one: Any, other: Any) -> bool:
-    """Whether two values of a setting are equal, or both off.
+    """Return whether two values of a setting are equal, or both off.
 
     Of samples and batches 1 is a count, and 1.0 stands for all.
     """
@@ -94,7 +95,7 @@ def _training(run: Run, idle: set[str]) -> dict[str, Any]:
 
 
 def idle_settings(runs: Sequence[Run]) -> set[str]:
-    """The settings on which no figure of these runs' rows depends, beside those that a resumed run may change."""
+    """Return settings that move no figure of these runs' rows, beside those that a resumed run may change."""
     callbacks = any(flag.startswith("trainer.callbacks.") for run in runs for flag in run.settings)
     idle = set().union(*(run.experiment.idle for run in runs))
     idle |= {f"data.{name}" for name in frozenset.intersection(*(run.data.free_options for run in runs))}

@@ -8,7 +8,7 @@ from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.measures import IN_TABLE
-from harness.reports.pages import axis, cost_of, starred
+from harness.reports.pages import axis, cost_of, star_failed
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -24,16 +24,16 @@ DIFFER = {
 
 
 def table(comparison: Comparison) -> Table:
-    """One line for each row, in the order of the runs."""
+    """Return one line for each row, in the order of the runs."""
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
     formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
     differences = [
         NONE if row.name == baseline or _is_baseline(row, first) else metric.difference(row.delta) for row in rows
     ]
-    figures = [row.entry.combined() for row in rows]
+    figures = [row.entry.with_means() for row in rows]
     return table_of([
-        ("run/format" if formats else "run/student", [starred(row.name, row.entry.failed) for row in rows]),
+        ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows]),
         ("data", [f"{row.data.get('name')} {count(row.data.get('train'))}" for row in rows]),
         ("seeds", [str(len(row.seeds)) for row in rows]),
         (metric.columns[metric.name].removeprefix("test "), [metric.mean(row.scores) for row in rows]),
@@ -43,7 +43,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def _is_baseline(row: Row, first: str) -> bool:
-    """Whether it is what other students of its net are compared with."""
+    """Return whether it is what other students of its net are compared with."""
     return row.entry.variant is not None and row.name == f"{first}/{row.entry.baseline}"
 
 
@@ -70,11 +70,11 @@ def _notes(comparison: Comparison) -> list[str]:
     return [legend, *comparison.notes]
 
 
-def _differing(comparison: Comparison) -> list[Part]:
-    """Tables of what differs between the runs, under their titles; nothing for a single run."""
+def _list_differing(comparison: Comparison) -> list[Part]:
+    """Return tables of what differs between the runs, under their titles; nothing for a single run."""
     parts: list[Part] = []
     for moves, title in DIFFER.items():
-        differing = [each for each in comparison.differences if each.may_move_results is moves]
+        differing = [difference for difference in comparison.differences if difference.may_move_results is moves]
         if differing:
             head, lines = lines_of(differing, [run.name for run in comparison.runs])
             parts += [title, Table(head, lines, left=len(head))]
@@ -83,30 +83,30 @@ def _differing(comparison: Comparison) -> list[Part]:
 
 
 def text(comparison: Comparison) -> str:
-    """The table, its notes, what differs and the settings, for a terminal."""
+    """Return the table, its notes, what differs and the settings, for a terminal."""
     notes = "\n".join(map(paragraph, _notes(comparison)))
-    differing = [paragraph(part) if isinstance(part, str) else part.plain() for part in _differing(comparison)]
+    differing = [paragraph(part) if isinstance(part, str) else part.plain() for part in _list_differing(comparison)]
     lists = ["\n".join([title, *(paragraph(line, "  ") for line in lines)]) for title, lines in _lists(comparison)]
     return "\n\n".join([table(comparison).plain(), notes, *differing, *lists])
 
 
 def markdown(comparison: Comparison) -> str:
-    """The content of compare.md."""
+    """Return the content of compare.md."""
     sources = "\n".join(f"- {run.name}: `{run.folder}`" for run in comparison.runs)
     page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
-    page += [part if isinstance(part, str) else part.markdown() for part in _differing(comparison)]
+    page += [part if isinstance(part, str) else part.markdown() for part in _list_differing(comparison)]
     page += ["\n".join([f"{title}\n", *(f"- {line}" for line in lines)]) for title, lines in _lists(comparison)]
     return "\n\n".join([*page, f"![{comparison.metric.word}](compare.png)"]) + "\n"
 
 
 def _lists(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Titles, and lines of what was set."""
+    """Return titles, and lines of what was set."""
     lists = {"Settings:": comparison.settings, "Objectives:": comparison.objectives}
     return [(title, [f"{name}: {text}" for name, text in texts.items()]) for title, texts in lists.items() if texts]
 
 
 def picture(comparison: Comparison) -> bytes:
-    """A PNG: the metric of each row, and against its cost; rows of a run have one colour.
+    """Draw a PNG: the metric of each row, and against its cost; rows of a run have one colour.
 
     If runs are compared against a setting: a line for each student, with the runs along the axis.
     """
@@ -117,7 +117,7 @@ def picture(comparison: Comparison) -> bytes:
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
     else:
-        figures = [row.entry.combined() for row in rows]
+        figures = [row.entry.with_means() for row in rows]
         label, places = axis(cost_of(figures), figures)
     lines = zip(rows, places, strict=True)
     return metric_picture(
@@ -135,7 +135,7 @@ def _against(comparison: Comparison, axis: Axis) -> bytes:
 
 
 def folder_name(runs: Sequence[str]) -> str:
-    """A name for a folder about these runs, of at most 80 characters."""
+    """Return a name for a folder about these runs, of at most 80 characters."""
     joined = "-".join(name.strip("/").replace("/", "_") for name in runs)
     return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
 
@@ -157,7 +157,7 @@ def save(comparison: Comparison, out: str | Path | None = None, commands: Sequen
         folder.mkdir(parents=True, exist_ok=True)
         text, png = markdown(comparison), picture(comparison)
         write_text(folder / "compare.md", text)
-        write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeated(commands)))
+        write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeat_section(commands)))
         write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison.to_json())
     except OSError as error:

@@ -11,13 +11,13 @@ from harness.reports.results import Results, combine
 from harness.runs.folders import run_files
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, Header, NetRecord, reading
-from harness.studies.compare.fairness import known_places, other_samples
+from harness.studies.compare.fairness import ignored_places, other_samples
 from harness.studies.compare.page import check_folder, folder_name
 from harness.studies.compare.runs import Run
 
 
 def pool(runs: Sequence[Run]) -> Results:
-    """The results of one run of kd.py with the seeds of all; the hardware is the first one's.
+    """Combine runs of kd.py to one with the seeds of all; the hardware is the first one's.
 
     Raises:
         BadInput: a run is of another experiment, differs in more than its seeds, or has a seed of another; its
@@ -36,12 +36,10 @@ def pool(runs: Sequence[Run]) -> Results:
     ran = {run.name: machine(vars(run.results)).get("Commit", "unknown") for run in runs}
     if len({*ran.values()}) > 1:
         notice(f"commits differ: {'; '.join(f'{commit} of {name}' for name, commit in ran.items())}")
-    header = Header(
-        **{name: value for name, value in vars(first.results).items() if name in Header.__dataclass_fields__}
-    )
+    header = Header.read(vars(first.results))
     header.config, header.seeds = {**header.config, "seeds": seeds}, seeds
     header.commits = list(dict.fromkeys(commit for run in runs for commit in run.results.commits))
-    head, seconds = results[0], {seed: time for each in results for seed, time in each.seconds_of_seed().items()}
+    head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}
     loaded = all(time is None for time in head.teacher.fit_seconds)
     pooled = combine(
         header,
@@ -55,48 +53,48 @@ def pool(runs: Sequence[Run]) -> Results:
     )
     pooled.pooled, pooled.classes = [run.name for run in runs], head.classes
     if head.search:
-        costs = [each.search.cost for each in results if each.search]
+        costs = [part.search.cost for part in results if part.search]
         pooled.search = replace(head.search, cost=sum(costs[1:], costs[0]))  # each run searched by itself
     return pooled
 
 
 def _students(run: Run) -> Results:
-    """The results of a run of kd.py; BadInput if it is another."""
+    """Return the results of a run of kd.py; BadInput if it is another."""
     if not isinstance(run.results, Results):
         raise BadInput("RUN", run.name, f"a run of kd.py; this one is of {run.results.experiment}.py")
     return run.results
 
 
 def _differs(first: Run, run: Run) -> str:
-    """What differs but the seeds, in words; empty if nothing does."""
+    """Say what differs besides the seeds; empty if nothing does."""
     ours, theirs = (
         {
-            **each.results.data,
-            **each.results.versions,
-            **each.settings,
-            "classes": each.classes,
-            "students": " ".join(each.entries),
-            "the choice of settings": _choices(each),
+            **side.results.data,
+            **side.results.versions,
+            **side.settings,
+            "classes": side.classes,
+            "students": " ".join(side.entries),
+            "the choice of settings": _choices(side),
         }
-        for each in (run, first)
+        for side in (run, first)
     )
     if parts := other_samples(first, run):
         return f"{', '.join(parts)}: the samples are others"
     keys = [
-        key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in known_places(first, run)
+        key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in ignored_places(first, run)
     ]
     other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not first.is_free(key)]
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
 
 def _choices(run: Run) -> dict[str, int]:
-    """The number of the setting that a search chose for each method."""
+    """Return the number of the setting that a search chose for each method."""
     search = run.results.search if isinstance(run.results, Results) else None
     return {name: tuned.chosen for name, tuned in search.methods.items()} if search else {}
 
 
 def _fits(run: Run, seed: int) -> tuple[FitRecord, dict[str, NetRecord]]:
-    """The records of a seed: of its teacher's fit, and of its students by name."""
+    """Return the records of a seed: of its teacher's fit, and of its students by name."""
     folder, nets = run.folder / f"seed{seed}", dict[str, NetRecord]()
     with reading(run.name, "RUN", "the records of finished fits beside results.json"):
         teacher = FitRecord.read(folder / "teacher.json")

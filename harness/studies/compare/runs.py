@@ -10,6 +10,7 @@ from apprentice.errors import BadInput
 from harness.cli.sources import flat
 from harness.reports.pages import planned_epochs
 from harness.reports.results import BASELINE, Results, StudentResults, combine_student, load_results
+from harness.reports.settings import OF_TABLE
 from harness.runs.records import Header, NetRecord, reading
 from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
@@ -86,7 +87,7 @@ def _formats(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResu
 EXPERIMENTS = {
     "kd": Experiment(
         _students, BASELINE, frozenset({"variants"}),
-        frozenset({"only", "zoo", "recipe", "metric", "teacher_cache_mb", "teacher_cache_dir"}),
+        OF_TABLE | {"teacher_cache_mb", "teacher_cache_dir"},
     ),
     "gpt": Experiment(
         _language_model, "gpt", frozenset({"net", "model"}),
@@ -119,7 +120,7 @@ class Run:
         return f"{self.name}/{name}" if name in self.entries else None
 
     def is_free(self, flag: str) -> bool:
-        """Whether no result depends on a setting, or on what it is an option of."""
+        """Return whether no result depends on a setting, or on what it is an option of."""
         return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
 
     @property
@@ -133,7 +134,7 @@ class Run:
         return self.results.classes if isinstance(self.results, Results) else ()
 
     def setting(self, flag: str) -> Any:
-        """A setting as results.json has it; None where it is unset or unknown."""
+        """Return a setting as results.json has it; None where it is unset or unknown."""
         value: Any = self.config
         for part in flag.split("."):
             if isinstance(value, list):
@@ -144,7 +145,7 @@ class Run:
 
 
 def _with_teachers_epochs(results: Header) -> dict[str, Any]:
-    """The configuration; in that of a run that has grown by epochs, those of its teachers are an option of theirs."""
+    """Return the configuration; in a run that has grown by epochs, the teacher's epochs become its option."""
     config, teacher = results.config, results.config.get("teacher")
     epochs = results.teacher.max_epochs if isinstance(results, Results) else None
     if not isinstance(teacher, dict) or epochs in (None, planned_epochs(results)):
@@ -153,7 +154,7 @@ def _with_teachers_epochs(results: Header) -> dict[str, Any]:
 
 
 def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
-    """The run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
+    """Load the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
     facts = load_results(folder, "RUN")
     script = " ".join(facts["experiment"].split())[:40]
     experiment = "kd" if facts.get("students") else script  # an experiment of the user's own may have students

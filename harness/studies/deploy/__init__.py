@@ -92,7 +92,7 @@ class Study(study.Study[Mapping[str, Any]]):
         self.finish(report(head, _rows(self.write(FILES)), notes))
 
     def _has_files(self, row: Row) -> bool:
-        """Whether all files of a format were written and are there."""
+        """Return whether all files of a format were written and are there."""
         written = len(row.files) == len(FILES[row.format])
         return written and all((self.out / file).exists() for file in row.files)
 
@@ -152,13 +152,13 @@ class Study(study.Study[Mapping[str, Any]]):
 
 
 def _rows(facts: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The rows as results.json has them."""
+    """Return the rows as results.json has them."""
     return [Row(**row) for row in facts]
 
 
 @torch.no_grad()
 def logits_of(net: nn.Module, images: Tensor) -> Tensor:
-    """Logits (N, classes) of images (N, C, H, W)."""
+    """Return logits (N, classes) of images (N, C, H, W)."""
     return torch.cat([net(batch) for batch in images.split(BATCH)])
 
 
@@ -170,12 +170,12 @@ def report(header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str])
 
 
 def _batch_sizes(rows: Sequence[Row]) -> list[str]:
-    """Batch sizes with a latency."""
+    """Return batch sizes with a latency."""
     return sorted({size for row in rows for size in row.latency_ms}, key=int)
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line a format."""
+    """Return one line a format."""
     return table_of([
         ("format", [row.format for row in rows]),
         ("test accuracy, %", [f"{100 * row.test_acc:.2f}" for row in rows]),
@@ -193,7 +193,7 @@ def _latency(row: Row, size: str) -> str:
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """A PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
+    """Draw a PNG: accuracy against the median latency of each batch size; areas are sizes on disk."""
     sizes = _batch_sizes(rows)
     placed = [(row, row.bytes) for row in rows if row.bytes is not None and row.latency_ms]
     largest = max((size for _, size in placed), default=1)

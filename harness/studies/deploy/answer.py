@@ -19,7 +19,7 @@ Answer = Callable[[Any], Any]
 
 
 def onnx(path: str) -> Answer:
-    """By onnxruntime."""
+    """Load ONNX by onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -28,7 +28,7 @@ def onnx(path: str) -> Answer:
 
 
 def pt2(path: str) -> Answer:
-    """By torch; the second import registers the operations of int8."""
+    """Load a program by torch; the second import registers the operations of int8."""
     import torch
     import torch.ao.quantization.fx._decomposed
 
@@ -37,7 +37,7 @@ def pt2(path: str) -> Answer:
 
 
 def safetensors(path: str) -> Answer:
-    """By the net's own class."""
+    """Load weights into the net's own class."""
     import torch
     from safetensors.torch import load_file
 

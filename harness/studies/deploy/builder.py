@@ -18,7 +18,7 @@ from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness import cli
 from harness.cli import sources
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.runs import samples
 from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
@@ -29,7 +29,7 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.checks import check_batch_size, check_net
-from harness.studies.choices import build_net, learning, match_classes
+from harness.studies.choices import build_net, learner_options, match_classes
 from harness.studies.deploy import formats
 from harness.studies.fits import fit, wait_for_main
 from harness.studies.measure import log_row
@@ -74,13 +74,12 @@ class Options(cli.OneSeedOptions):
             if getattr(self, name) < 1:
                 raise BadInput(name, getattr(self, name), "a whole number, at least 1")
         if self.run is not None and self.student_epochs != Options.student_epochs:
-            raise BadInput(
-                "student_epochs", self.student_epochs, "it left out: the student in --run is trained already"
-            )
+            expected = "it left out: the student in --run is trained already"
+            raise BadInput("student_epochs", self.student_epochs, expected)
 
 
 def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
-    """The default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
+    """Return the default of `--data`: that of the run which the flags or their files name, as its config.yaml has it.
 
     `default` where no run is named, None where the run has no such file; BadInput if the data are not of class `kind`.
     """
@@ -92,15 +91,15 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     data = sources.load(settings, "run").get("data") if settings.is_file() else None
     if isinstance(data, dict) and "class_path" in data:
         try:
-            imported(data["class_path"], "data", (kind,))
+            import_class(data["class_path"], "data", (kind,))
         except BadInput as fault:
             raise BadInput("run", run, f"a student of images; its run's data is {fault.value}") from None
     return data
 
 
 @contextmanager
-def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
-    """Turns errors of torch.export and torchao about a net, and those of `more` flags, into a BadInput of its flag."""
+def of_net(flag: str, value: object, *others: str) -> Iterator[None]:
+    """Turn errors of torch.export and torchao about a net, and those of `others`, into a BadInput of its flag."""
     output = io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -108,18 +107,18 @@ def of_net(flag: str, value: object, *more: str) -> Iterator[None]:
             yield
         sys.stderr.write(output.getvalue())
     except BadInput as fault:
-        if fault.argument.partition(".")[0] not in {flag, *more}:
+        if fault.argument.partition(".")[0] not in {flag, *others}:
             raise
         raise BadInput(flag, value, fault.expected) from None
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise BadInput(flag, value, f"a net that can be quantised; it says: {said}") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(flag, value, f"a net that can be quantised; it says: {cause}") from error
     finally:
         logging.disable(logging.NOTSET)
 
 
 def images_of(data: Any, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
+    """Return images of a data module's split, normalised, float32 (N, C, H, W), and their labels (N,).
 
     Of `count` images, drawn by the data's seed: the first of a sorted folder are of one class.
     """
@@ -136,7 +135,7 @@ class Builder:
         self.sizes: dict[str, Any] = {"input_shape": run.data.input_shape, "num_classes": run.data.num_classes}
 
     def fresh(self) -> LitClassifier:
-        """The module of a student that is trained here."""
+        """Build the module of a student that is trained here."""
         net = build_net(self.run, STUDENT, self.seed)
         return LitClassifier(net, self.data.num_classes, seed=self.seed)
 
@@ -150,25 +149,25 @@ class Builder:
             raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
 
     def student(self) -> tuple[nn.Module, Spec]:
-        """The student of `--run`, or one that is trained now, and how to rebuild it."""
+        """Return the student of `--run`, or one that is trained now, and how to rebuild it."""
         if self.config.run is not None:
             return self.read(self.config.run, "run")
         self.train()
         return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
-        """A folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken, or unfit for the data."""
+        """Load a folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken or unfit."""
         spec, net = read_spec(folder, flag), load_net(folder, flag).float()
-        wanted = tuple(self.data.input_shape)
-        if (made := tuple(spec["init_args"].get("input_shape", wanted))) != wanted:
-            raise BadInput(flag, folder, f"a net for inputs {wanted}, as this data has them; it is for {made}")
+        shape = tuple(self.data.input_shape)
+        if (net_shape := tuple(spec["init_args"].get("input_shape", shape))) != shape:
+            raise BadInput(flag, folder, f"a net for inputs {shape}, as this data has them; it is for {net_shape}")
         match_classes(self.run, net, flag, folder, may_move=flag == "teacher")  # what is exported stays as it is
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (*self.data.label_shape, self.data.num_classes), flag)
         return net, spec
 
     def teacher(self, objective: Any) -> nn.Module | None:
-        """The teacher, if the objective needs one: `--teacher`, or that beside the student of `--run`."""
+        """Return the teacher, if the objective needs one: `--teacher`, or that beside the student of `--run`."""
         folder = self.config.teacher
         if not objective.uses_teacher and folder is not None:
             raise BadInput("teacher", folder, f"none, as {self.config.objective.name} asks none; or --objective Hinton")
@@ -178,14 +177,14 @@ class Builder:
         return None if folder is None else self.read(folder, "teacher")[0]
 
     def aware(self, net: nn.Module) -> Quantized:
-        """The module of quantisation-aware training."""
+        """Build the module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
-        options |= {**learning(self.config, self.data), "labelled": self.data.labelled is None}
+        options |= {**learner_options(self.config, self.data), "labelled": self.data.labelled is None}
         return Quantized(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:
-        """The int8 net of quantisation-aware training, which a resumed run does not repeat."""
+        """Train the int8 net of quantisation-aware training, unless that is done."""
         module, folder = self.aware(net), self.run.out / f"seed{self.seed}" / NAME
         best, checkpoint = folder / "best.pt", folder.with_suffix(".ckpt")
         if not best.exists():
@@ -203,8 +202,8 @@ class Builder:
                 if self.run.tensorboard:
                     log_row(self.run, self.seed, arm, spec, {"test_acc": outcome.scores[f"{NAME}/test/acc"]})
                 with atomic(best) as temporary:
-                    found = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
-                    torch.save(found, temporary)
+                    content = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
+                    torch.save(content, temporary)
         if is_main_process():
             checkpoint.unlink(missing_ok=True)
         wait_for_main()
@@ -232,17 +231,13 @@ class Builder:
         """Raise BadInput if the data are set as those of the student's run, and have other samples now."""
         folder = Path(self.config.run).resolve().parent.parent
         settings = folder / "config.yaml"
-        known = sources.load(settings, "run").get("data") if settings.is_file() else None
-        if known == self.run.parser.as_dict(self.config)["data"]:
+        data = sources.load(settings, "run").get("data") if settings.is_file() else None
+        if data == self.run.parser.as_dict(self.config)["data"]:
             samples.check_samples(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
-        """The net of each format, in eval mode on the CPU."""
+        """Return the net of each format, in eval mode on the CPU."""
         images, _ = images_of(self.data, "train", self.config.calibration_size)
         rounded = formats.Rounded(copy.deepcopy(net), torch.bfloat16)
-        return {
-            "float32": net,
-            "bfloat16": rounded,
-            "int8-ptq": quantize_post_training(net, images.split(128)),
-            NAME: int8,
-        }
+        ptq = quantize_post_training(net, images.split(128))
+        return {"float32": net, "bfloat16": rounded, "int8-ptq": ptq, NAME: int8}

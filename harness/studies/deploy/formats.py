@@ -34,7 +34,7 @@ class Rounded(nn.Module):
         self.net, self.dtype = net.to(dtype), dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (b, classes) of images (b, C, H, W)."""
+        """Return logits (b, classes) of images (b, C, H, W)."""
         return self.net(images.to(self.dtype)).float()
 
 
@@ -50,7 +50,7 @@ def write_weights(net: nn.Module, folder: Path) -> None:
 def write_program(net: nn.Module, example: Tensor, folder: Path) -> None:
     """Write what torch.export makes of a net in eval mode, for batches of any size of such inputs (b, ...)."""
     buffer = io.BytesIO()
-    torch.export.save(_exported(net, example), buffer)
+    torch.export.save(_export(net, example), buffer)
     write_bytes(folder / PROGRAM, buffer.getvalue())
 
 
@@ -60,7 +60,7 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
 
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with silence("torch.onnx", "onnxscript"):  # their notices to each other
-        program = export(_exported(net, example), (example,), dynamo=True, verbose=False, **names)
+        program = export(_export(net, example), (example,), dynamo=True, verbose=False, **names)
     assert program is not None
     proto = program.model_proto
     graph = proto.graph
@@ -70,24 +70,24 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
     write_bytes(folder / ONNX, proto.SerializeToString())
 
 
-def _exported(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+def _export(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     example = example[:1].repeat(3, *[1] * (example.dim() - 1))  # its whole storage is saved along
     batch = torch.export.Dim("batch")
     with torch.no_grad():
         return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
 
 
-def disagreement(expected: Tensor, found: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
-    """What is wrong with logits (N, classes), compared with those expected; empty if nothing is.
+def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
+    """Say what is wrong with logits (N, classes), compared with those expected; empty if nothing is.
 
     If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
     where they are closer than 2 % of the logits' range.
     """
-    differ = expected.argmax(1) != found.argmax(1)
+    differ = expected.argmax(1) != logits.argmax(1)
     top = expected.topk(2, 1).values
     margins = (top[:, 0] - top[:, 1])[differ]
     allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
-    if not found.isfinite().all():
+    if not logits.isfinite().all():
         return "its logits are not finite"
     if len(margins) and (apart := float(margins.max())) >= allowed:
         return f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
@@ -97,7 +97,7 @@ def disagreement(expected: Tensor, found: Tensor, exact: bool, share: float = IN
 
 
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
-    """Logits (N, classes) of images (N, C, H, W) by each file, read in a fresh process, or a line why there are none.
+    """Compute logits (N, classes) of images (N, C, H, W) by each file in a fresh process, or a line why there are none.
 
     The process does not have this project, but for weights alone, which need their net's class.
     """
@@ -105,26 +105,26 @@ def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
     with tempfile.TemporaryDirectory() as folder:
         stored = Path(folder) / "images.npy"
         np.save(stored, images.numpy())
-        found = _ask([path for path in files if path not in weights], stored, {})
-        return found | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
+        logits = _ask([path for path in files if path not in weights], stored, {})
+        return logits | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
 
 
-def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dict[Path, Tensor | str]:
-    """Their answers; a file at which the process dies costs the others a new one."""
-    found: dict[Path, Tensor | str] = {}
-    while missing := [path for path in files if path not in found]:
+def _ask(files: Sequence[Path], images: Path, extra: Mapping[str, object]) -> dict[Path, Tensor | str]:
+    """Run a process for the files; one that dies at a file is started again for the others."""
+    logits: dict[Path, Tensor | str] = {}
+    while missing := [path for path in files if path not in logits]:
         with tempfile.TemporaryDirectory() as folder:
             outputs = {path: Path(folder) / f"{number}.npy" for number, path in enumerate(missing)}
             places = {str(path.resolve()): str(out) for path, out in outputs.items()}
             job = Path(folder) / "job.json"
-            job.write_text(json.dumps({"images": str(images), "files": places, **more}))
+            job.write_text(json.dumps({"images": str(images), "files": places, **extra}))
             command = [sys.executable, "-I", answer.__file__, str(job)]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             atexit.register(process.kill)  # a signal may end this process now
             with process:
                 try:
-                    said = process.communicate(timeout=SECONDS)[1]
-                    last = ["", *filter(str.strip, said.splitlines())][-1]
+                    errors = process.communicate(timeout=SECONDS)[1]
+                    last = ["", *filter(str.strip, errors.splitlines())][-1]
                     end = f"ended with exit code {process.returncode}: {_line(last)}"
                 except subprocess.TimeoutExpired:
                     process.kill()
@@ -132,14 +132,14 @@ def _ask(files: Sequence[Path], images: Path, more: Mapping[str, object]) -> dic
             atexit.unregister(process.kill)
             for path, out in outputs.items():
                 if out.exists():
-                    found[path] = torch.from_numpy(np.load(out))
+                    logits[path] = torch.from_numpy(np.load(out))
                 elif out.with_suffix(".txt").exists():
-                    found[path] = _line(out.with_suffix(".txt").read_text())
+                    logits[path] = _line(out.with_suffix(".txt").read_text())
                 else:
                     if end != LATE or path == missing[0]:  # else those before it may have taken the time
-                        found[path] = f"its process {end}"
+                        logits[path] = f"its process {end}"
                     break
-    return found
+    return logits
 
 
 def _line(text: str) -> str:

@@ -49,7 +49,7 @@ class Latency:
         return self.threads or torch.get_num_threads()
 
     def measure(self, nets: Mapping[str, nn.Module], images: Tensor, fail: Fail | None = None) -> dict[str, Times]:
-        """By net and batch size, `median` and `p95` in milliseconds; nothing of a net that fails.
+        """Measure `median` and `p95` in milliseconds, by net and batch size; nothing of a net that fails.
 
         Args:
             nets: in eval mode, images (b, C, H, W) -> logits (b, classes); `float32` must agree as `exact` says.
@@ -67,7 +67,7 @@ class Latency:
         return {name: times.get(name, {}) for name in nets}
 
     def _in_turn(self, nets: Mapping[str, nn.Module], batch: Tensor, fail: Fail | None) -> dict[str, list[float]]:
-        """Seconds of each call of the nets that can be compiled."""
+        """Measure seconds of each call of the nets that can be compiled."""
         from torch.utils.benchmark import Timer
 
         before = torch.get_num_threads()
@@ -79,7 +79,7 @@ class Latency:
                 for name, net in nets.items():
                     notice(f"compiling {name} for batches of {len(batch)}")
                     try:
-                        variables = {"net": compiled(net, batch, name == "float32"), "images": batch}
+                        variables = {"net": compile_whole(net, batch, name == "float32"), "images": batch}
                     except Exception as error:  # whatever a compiler makes of a net; the others don't depend on it
                         if fail is None:
                             raise
@@ -94,8 +94,8 @@ class Latency:
         return dict(zip(timers, map(list, zip(*rounds, strict=True)), strict=True))
 
 
-def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
-    """A net in eval mode as Inductor compiles it for a batch (b, C, H, W), its weights frozen: int8 is fast on x86 so.
+def compile_whole(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], Any]:
+    """Compile a net in eval mode by Inductor for a batch (b, C, H, W), with frozen weights, which int8 needs on x86.
 
     RuntimeError if it can't be compiled as a whole, or does not answer as the net does (`exact` as in `disagreement`).
     """
@@ -105,11 +105,11 @@ def compiled(net: nn.Module, batch: Tensor, exact: bool) -> Callable[[Tensor], A
         warnings.simplefilter("ignore")  # Inductor's notices to torch
         call = torch.compile(net, dynamic=False, fullgraph=True)
         try:
-            found = call(batch)
+            logits = call(batch)
         except Exception as error:
             first = next(filter(str.strip, str(error).splitlines()), "")
             raise RuntimeError(f"Inductor can't compile it as a whole: {type(error).__name__}: {first}") from error
-    if fault := disagreement(net(batch), found, exact, share=1):  # of so few images only the margins tell
+    if fault := disagreement(net(batch), logits, exact, share=1):  # of so few images only the margins tell
         raise RuntimeError(f"compiled it answers otherwise: {fault}")
     return call
 

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.search import Cost, Search, Setting, Tuned
+from harness.reports.search import Cost, Search, Setting, Tuned, mean_of_all
 from harness.runs.files import read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, FitPlan, trial_name
@@ -47,8 +46,8 @@ class Tuning:
     @cached_property
     def trials(self) -> dict[str, list[Arm]]:
         """The settings of each row, as many of each row of a team."""
-        seed = int(getattr(self.bake_off.session.data, "seed", 0) or 0)
-        drawn = {name: spaces.drawn(self.config, arm, self.config.tune, seed) for name, arm in self.arms.items()}
+        seed = self.bake_off.session.data.seed
+        drawn = {name: spaces.draw(self.config, arm, self.config.tune, seed) for name, arm in self.arms.items()}
         least = {name: min(len(drawn[member]) for member in team) for team in self.teams for name in team}
         return {name: trials[: least[name]] for name, trials in drawn.items()}
 
@@ -104,7 +103,7 @@ class Tuning:
         spaces.check(config, self.arms)
         if config.resume:
             plan = load_plan(Path(config.out) / FOLDER, config)
-            if plan["tune_wave"] != config.tune_wave and not self._unplanned(plan["waves"]):
+            if plan["tune_wave"] != config.tune_wave and not self._list_unplanned(plan["waves"]):
                 before = f"{plan['tune_wave'] or 'no --tune_wave'}, as the search in {config.out} began"
                 expected = f"{before}; leave it out, or take another --out"
                 raise BadInput("tune_wave", config.tune_wave, expected)
@@ -138,13 +137,14 @@ class Tuning:
                     self._fit(seed, rung, wave, [left[name] for name in names if name in left])
             scores = self._score(rung, len(waves))
             for team in self.teams:
-                of_team = {trial: _mean([scores[trial_name(name, trial)] for name in team]) for trial in alive[team[0]]}
+                trials = alive[team[0]]
+                of_team = {trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in trials}
                 count = 1 if end == self.ends[-1] else math.ceil(len(of_team) / 2)
                 alive |= dict.fromkeys(team, rungs.best(of_team, self.metric, count))
         return alive
 
     def facts(self) -> Search:
-        """What results.json has of it, after `search`."""
+        """Return what results.json has of it, after `search`."""
         records = [self._last_records(seed) for seed in self.config.tune_seeds]
         methods: dict[str, Tuned] = {}
         for row, trials in self.trials.items():
@@ -204,19 +204,19 @@ class Tuning:
         self.inner.fit(plan)
 
     def _last_records(self, seed: int) -> dict[str, NetRecord]:
-        """By setting, what the last fit that it was in says of it."""
+        """Return the record of each setting in its last fit."""
         records: dict[str, NetRecord] = {}
         for path in self._list_records(seed):
             records |= FitRecord.read(path).nets
         return records
 
     def _list_records(self, seed: int) -> list[Path]:
-        """The records of a seed's fits, rung after rung."""
+        """Return the records of a seed's fits, rung after rung."""
         numbers = range(1, len(self.ends) + 1)
         return [path for rung in numbers for path in sorted(self.folders[seed].glob(f"rung{rung}*.json"))]
 
     def _score(self, rung: int, waves: int) -> dict[str, float | None]:
-        """By setting that has come to this rung, the mean over the tuning seeds; None if it failed with one."""
+        """Return the mean over the tuning seeds of each setting at this rung; None if it failed with one."""
         scores: dict[str, list[float | None]] = {}
         for folder in self.folders.values():
             for wave in range(1, waves + 1):
@@ -224,14 +224,14 @@ class Tuning:
                 if path.exists():
                     for name, net in FitRecord.read(path).nets.items():
                         scores.setdefault(name, []).append(rungs.score(net, self.metric))
-        return {name: _mean(of_seeds) for name, of_seeds in scores.items()}
+        return {name: mean_of_all(of_seeds) for name, of_seeds in scores.items()}
 
     def _plan_waves(self) -> list[list[str]]:
-        """Which settings train side by side, as the folder has it; those of rows that came later in further waves."""
+        """Plan which settings train side by side, as the folder has it; rows that came later are in further waves."""
         out = self.inner.session.out
         with main_first("plan"):
             plan = load_plan(out, self.config)
-            if new := self._unplanned(plan["waves"]):
+            if new := self._list_unplanned(plan["waves"]):
                 trials = {trial.name: trial for of_row in self.trials.values() for trial in of_row}
                 plan["tune_wave"] = self.config.tune_wave
                 plan["waves"] += in_waves(self.inner, [[trials[name] for name in unit] for unit in new])
@@ -241,8 +241,8 @@ class Tuning:
         waves: list[list[str]] = plan["waves"]
         return waves
 
-    def _unplanned(self, waves: Sequence[Sequence[str]]) -> list[list[str]]:
-        """The settings that are in none of the waves, those of a team together."""
+    def _list_unplanned(self, waves: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Return the settings that are in none of the waves, those of a team together."""
         planned = {name for wave in waves for name in wave}
         numbers = [(team, trial) for team in self.teams for trial in range(len(self.trials[team[0]]))]
         units = [[trial_name(name, trial) for name in team] for team, trial in numbers]
@@ -250,7 +250,7 @@ class Tuning:
 
 
 def load_plan(folder: Path, config: Namespace) -> dict[str, Any]:
-    """The plan that a search's folder has: `epochs`, `tune_wave`, and `waves` of settings.
+    """Read the plan of a search's folder: `epochs`, `tune_wave`, and `waves` of settings.
 
     It has no waves yet where there is no plan, or one for another `--tune_wave` by which nothing was trained.
 
@@ -272,8 +272,3 @@ def load_plan(folder: Path, config: Namespace) -> dict[str, Any]:
 
 def _fit_name(rung: int, wave: int) -> str:
     return f"rung{rung}" if wave == 1 else f"rung{rung}-{wave}"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == len(values) and known else None

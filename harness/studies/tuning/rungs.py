@@ -14,12 +14,12 @@ from lit_modules.tasks import Metric
 
 
 def ends(epochs: int) -> list[int]:
-    """The epochs at which settings are compared: after a third, after two thirds, at the end."""
+    """Return the epochs at which settings are compared: after a third, after two thirds, at the end."""
     return sorted({math.ceil(epochs / 3), math.ceil(2 * epochs / 3), epochs})
 
 
 def best(scores: Mapping[int, float | None], metric: Metric, count: int) -> list[int]:
-    """So many settings, in their own order: those with the best scores; of equals the first, and failed ones last."""
+    """Return `count` settings with the best scores, in their own order; of equals the first, failed ones last."""
 
     def rank(trial: int) -> float:
         score = scores[trial]
@@ -29,7 +29,7 @@ def best(scores: Mapping[int, float | None], metric: Metric, count: int) -> list
 
 
 def score(net: NetRecord, metric: Metric) -> float | None:
-    """The last score of validation in a student's record; None if it failed, or was not validated."""
+    """Return the last score of validation in a student's record; None if it failed, or was not validated."""
     return None if net.failed else metric.last(net.epochs)
 
 

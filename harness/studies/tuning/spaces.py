@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.cli.classes import imported
+from harness.cli.classes import import_class
 from harness.cli.messages import near
 from harness.cli.rows import VARIANTS
-from harness.cli.signatures import options_of
 from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
 from lit_modules.objectives.search import Choice, Linear, Log, Space
@@ -31,9 +30,9 @@ POINTS_FOR_ONE = 64  # that are drawn at most for a setting that differs from th
 DIMENSIONS = 64  # of every sequence: the scrambling of a dimension depends on how many there are
 
 
-def parsed(value: Any, flag: str) -> Space:
-    """The space that a flag's value describes; BadInput if it describes none."""
-    given, value = value, read_value(value, flag)
+def parse(value: Any, flag: str) -> Space:
+    """Parse the space that a flag's value describes; BadInput if it describes none."""
+    text, value = value, read_value(value, flag)
     form = FORM.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
         if form:
@@ -41,41 +40,38 @@ def parsed(value: Any, flag: str) -> Space:
             if not (-math.inf < low < high < math.inf and (form[1] == "linear" or low > 0)):
                 raise ValueError
             return FORMS[form[1]](low, high)
-        values = [yaml.safe_load(each) if isinstance(each, str) else each for each in _listed(value)]
+        items = value if isinstance(value, list) else [value]
+        values = [yaml.safe_load(item) if isinstance(item, str) else item for item in items]
     except (ValueError, yaml.YAMLError):
-        raise BadInput(flag, given, EXPECTED) from None
-    if not values or any(isinstance(each, dict) or each is None or "(" in str(each) for each in values):
-        raise BadInput(flag, given, EXPECTED)
-    return Choice(tuple(tuple(each) if isinstance(each, list) else each for each in values))
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]
+        raise BadInput(flag, text, EXPECTED) from None
+    if not values or any(isinstance(item, dict) or item is None or "(" in str(item) for item in values):
+        raise BadInput(flag, text, EXPECTED)
+    return Choice(tuple(tuple(item) if isinstance(item, list) else item for item in values))
 
 
 def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
-    """By option the space of a row's settings; those of the optimizer are named `optimizer.lr` and so on.
+    """Return the space of each option of a row; those of the optimizer are named `optimizer.lr` and so on.
 
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
     """
     shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
-    own: dict[str, Space] = dict(getattr(imported(arm.method.class_path, VARIANTS), SEARCH, {}))
+    of_method: dict[str, Space] = dict(getattr(import_class(arm.method.class_path, VARIANTS), SEARCH, {}))
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
         if flag.startswith(f"{OPTIMIZER}."):
-            shared[flag] = parsed(value, f"{SEARCH}.{flag}")
+            shared[flag] = parse(value, f"{SEARCH}.{flag}")
         elif flag.startswith(variant):
-            own[flag.removeprefix(variant)] = parsed(value, f"{SEARCH}.{flag}")
-    return shared | own
+            of_method[flag.removeprefix(variant)] = parse(value, f"{SEARCH}.{flag}")
+    return shared | of_method
 
 
 def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
-    """Learning rate and weight decay, as far as the chosen optimizer has them."""
-    options = {**options_of(imported(config.optimizer.class_path, OPTIMIZER)).defaults, **config.optimizer.init_args}
-    found: dict[str, Space] = {}
+    """Return learning rate and weight decay, as far as the chosen optimizer has them."""
+    options = {**config.optimizer.signature(OPTIMIZER).defaults, **config.optimizer.init_args}
+    of_optimizer: dict[str, Space] = {}
     if isinstance(rate := options.get("lr"), int | float) and rate > 0:
-        found[f"{OPTIMIZER}.lr"] = Log(rate / AROUND, rate * AROUND)
-    return found | ({f"{OPTIMIZER}.weight_decay": DECAY} if "weight_decay" in options else {})
+        of_optimizer[f"{OPTIMIZER}.lr"] = Log(rate / AROUND, rate * AROUND)
+    return of_optimizer | ({f"{OPTIMIZER}.weight_decay": DECAY} if "weight_decay" in options else {})
 
 
 def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
@@ -89,16 +85,16 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
         if name == OPTIMIZER and not config.tune_optimizer:
             raise BadInput(f"{SEARCH}.{flag}", value, "--tune_optimizer true beside it")
         if name != OPTIMIZER and name not in variants:
-            known = [*variants, OPTIMIZER]
-            raise BadInput(f"{SEARCH}.{flag}", value, f"one of {', '.join(known)} after {SEARCH}{near(name, known)}")
-        space = parsed(value, f"{SEARCH}.{flag}")
-        for each in space.values if isinstance(space, Choice) else (space.at(0), space.at(1)):
+            names = [*variants, OPTIMIZER]
+            raise BadInput(f"{SEARCH}.{flag}", value, f"one of {', '.join(names)} after {SEARCH}{near(name, names)}")
+        space = parse(value, f"{SEARCH}.{flag}")
+        for tried in space.values if isinstance(space, Choice) else (space.at(0), space.at(1)):
             try:
-                _check_value(config, variants.get(name), option, each)
+                _check_value(config, variants.get(name), option, tried)
             except BadInput as fault:
                 of_option = fault.argument.rpartition(".")[2] == option
-                expected = fault.expected if of_option else f"values that fit: of {each}, expected {fault.expected}"
-                if of_option and value == each:  # it may be meant as a form
+                expected = fault.expected if of_option else f"values that fit: of {tried}, expected {fault.expected}"
+                if of_option and value == tried:  # it may be meant as a form
                     expected = f"{expected}, or {EXPECTED}"
                 raise BadInput(f"{SEARCH}.{flag}", value, expected) from None
     if config.tune_optimizer and config.scheduler is not None and not _keeps_rates(config):
@@ -109,21 +105,21 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
 def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) -> None:
     """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
     choice = config.optimizer if arm is None else arm.method
-    made = cli.Choice(choice.class_path, {**choice.init_args, option: checked(choice, option, value)})
+    candidate = cli.Choice(choice.class_path, {**choice.init_args, option: convert(choice, option, value)})
     if arm is None:
-        with cli.refusals(made, OPTIMIZER):
-            cli.factory(made, OPTIMIZER)(nn.Linear(2, 2).parameters())
+        with cli.refusals(candidate, OPTIMIZER):
+            cli.factory(candidate, OPTIMIZER)(nn.Linear(2, 2).parameters())
     else:
-        replace(arm, method=made).objective(config)
+        replace(arm, method=candidate).objective(config)
 
 
-def checked(choice: cli.Choice, option: str, value: Any) -> Any:
-    """The value of a class's option, in its type; BadInput if it is none."""
-    return options_of(imported(choice.class_path, "")).check(option, value)
+def convert(choice: cli.Choice, option: str, value: Any) -> Any:
+    """Convert a value to the type of a class's option; BadInput if it does not fit."""
+    return choice.signature().check(option, value)
 
 
 def _keeps_rates(config: Namespace) -> bool:
-    """Whether two groups of different rates still have different ones under the scheduler."""
+    """Return whether two groups of different rates still have different ones under the scheduler."""
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(layers, (0.1, 0.2), strict=True)]
     optimizer = cli.factory(config.optimizer, OPTIMIZER)(groups)
@@ -140,37 +136,39 @@ def _points(count: int, seed: int) -> Any:
     return engine.random_base2(math.ceil(math.log2(max(count, 2))))
 
 
-def drawn(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
-    """At most `count` settings of a row that differ: the given one, then points of the sequence keyed by `seed`.
+def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
+    """Draw at most `count` different settings of a row: the given one, then points of the sequence keyed by `seed`.
 
     Of the optimizer's options all rows try the same values, setting by setting. A point that gives a setting again is
     passed over; there are fewer settings where the spaces have no more.
     """
-    own, trials = spaces(config, arm), [replace(arm, trial=0)]
-    seen = [options(config, trials[0], own)]
-    for point in _points(POINTS_FOR_ONE * count, seed) if own else ():
+    searched, trials = spaces(config, arm), [replace(arm, trial=0)]
+    seen = [options(config, trials[0], searched)]
+    if not searched:
+        return trials
+    for point in _points(POINTS_FOR_ONE * count, seed):
         if len(trials) == count:
             break
-        values = {name: space.at(float(u)) for (name, space), u in zip(own.items(), point[: len(own)], strict=True)}
+        values = {name: space.at(float(u)) for (name, space), u in zip(searched.items(), point, strict=False)}
         chosen, optimizer = dict(arm.method.init_args), dict[str, Any]()
         for name, value in values.items():
             if name.startswith(f"{OPTIMIZER}."):
                 short = name.removeprefix(f"{OPTIMIZER}.")
-                optimizer[short] = checked(config.optimizer, short, value)
+                optimizer[short] = convert(config.optimizer, short, value)
             else:
-                chosen[name] = checked(arm.method, name, value)
+                chosen[name] = convert(arm.method, name, value)
         method = cli.Choice(arm.method.class_path, chosen)
         trial = replace(arm, method=method, optimizer=optimizer, trial=len(trials))
-        if options(config, trial, own) not in seen:
-            seen.append(options(config, trial, own))
+        if options(config, trial, searched) not in seen:
+            seen.append(options(config, trial, searched))
             trials.append(trial)
     return trials
 
 
 def options(config: Namespace, arm: Arm, names: Mapping[str, Space]) -> dict[str, Any]:
-    """The values of the options that are searched, as they are written down."""
+    """Return the values of the options that are searched, as they are written down."""
     everything = arm.settings(config).optimizer
-    usual = {**options_of(imported(everything.class_path, OPTIMIZER)).defaults, **everything.init_args}
+    usual = {**everything.signature(OPTIMIZER).defaults, **everything.init_args}
     of_optimizer = {f"{OPTIMIZER}.{name}": value for name, value in usual.items()}
-    found = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    values = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -26,13 +26,13 @@ SHARE = 0.5  # of the available memory; the rest is for what else a process need
 
 
 def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
-    """The names of the settings in waves, each of which fits into memory; those of a unit stay together.
+    """Divide settings into waves, each of which fits into memory; those of a unit stay together.
 
     All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
     """
-    run, config = bake_off.session, bake_off.config
+    session, config = bake_off.session, bake_off.config
     most = config.tune_wave
-    trainer = run.trainer()
+    trainer = session.trainer()
     free = free_bytes(trainer) if most is None else None
     if most is None and free is None:
         notice("tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N")
@@ -41,7 +41,7 @@ def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str
         sizes = []
         for unit in {unit[0].row: unit for unit in units}.values():  # one of each row
             module = bake_off.students(config.seeds[0], unit, teacher.net)
-            sizes += [student_bytes(module, arm.name, run, trainer.world_size) for arm in unit]
+            sizes += [student_bytes(module, arm.name, session, trainer.world_size) for arm in unit]
         most = max(1, int(SHARE * free / max(sizes)))
     waves: list[list[str]] = [[]]
     for unit in units:
@@ -55,7 +55,7 @@ def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str
 
 
 def free_bytes(trainer: Trainer) -> int | None:
-    """Bytes of memory that each of the ranks may take, as their devices have it free; None if these don't say.
+    """Return the free bytes of the devices' memory for each rank; None if the devices don't say.
 
     GPUs are asked by NVIDIA's own tool: once this process had initialised CUDA, forked ranks could not use it.
     """
@@ -66,14 +66,14 @@ def free_bytes(trainer: Trainer) -> int | None:
     try:
         gpus = [visible.split(",")[number] if visible else str(number) for number in trainer.device_ids]
         command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}"]
-        said = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=SMI_SECONDS).stdout
-        return min(map(int, said.split())) * MIB
+        output = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=SMI_SECONDS).stdout
+        return min(map(int, output.split())) * MIB
     except (OSError, subprocess.SubprocessError, ValueError, LookupError):  # none there, or one that answers otherwise
         return None
 
 
 def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> int:
-    """Bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
+    """Return bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
     rows = max(2, -(-min(run.data.batch_size, run.data.sizes["train"]) // ranks))
     pair = run.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
     saved: dict[int, int] = {}
@@ -88,6 +88,6 @@ def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> 
         step = module.step_alone(name, Batch.of(pair, 0, shared=False))
     with saved_tensors_hooks(count, lambda tensor: tensor):
         loss = step()
-    own = sum(p.numel() * p.element_size() for p in module.students[name].parameters())
+    of_parameters = sum(p.numel() * p.element_size() for p in module.students[name].parameters())
     del loss
-    return COPIES * own + sum(saved.values())
+    return COPIES * of_parameters + sum(saved.values())

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.reports.figures import GREY, figure
 from harness.reports.report import MIB, Part, Report, machine, percent
-from harness.reports.tables import NONE, Table, columns, listed, short
-from harness.studies.study import Header
+from harness.reports.tables import NONE, Table, columns, join_words, short
+from harness.studies.study import StudyHeader
 from lab.studies.attention.measure import Row
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ IMAGES = {
 }
 
 
-def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
     noted, said, peak = notes(rows, missing), peaks(header, rows), header["peak"]["tflops_per_second"]
     of = grouped(rows, lambda row: row["part"])
@@ -168,7 +168,7 @@ def every(rows: Sequence[Row]) -> Table:
 # Notes
 
 
-def peaks(header: Header, rows: Iterable[Row]) -> str:
+def peaks(header: StudyHeader, rows: Iterable[Row]) -> str:
     """The peak of each type, and how it was found."""
     lines = []
     products = [row for row in rows if row["part"] == "matmul"]
@@ -176,7 +176,7 @@ def peaks(header: Header, rows: Iterable[Row]) -> str:
         reached = {row["tflops_per_second"]: row["matrix"] for row in products if row["dtype"] == dtype}
         size = f"{reached[peak]} x {reached[peak]}"
         lines.append(f"{short(peak)} in {dtype} ({size}, the best of {len(reached)} from {short(min(reached))} on)")
-    return f"Peak in TFLOP/s: {listed(lines) or NONE}; {header['peak']['is']}."
+    return f"Peak in TFLOP/s: {join_words(lines) or NONE}; {header['peak']['is']}."
 
 
 def notes(rows: Sequence[Row], missing: Mapping[str, str]) -> list[str]:
@@ -190,8 +190,8 @@ def refusals(rows: Sequence[Row]) -> list[str]:
     """What torch refuses, a line a reason."""
     lines = []
     for reason, refused in grouped((row for row in rows if row["refused"]), lambda row: row["refused"] or "").items():
-        kinds = listed(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in refused)))
-        dtypes = listed(list(dict.fromkeys(row["dtype"] for row in refused)))
+        kinds = join_words(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in refused)))
+        dtypes = join_words(list(dict.fromkeys(row["dtype"] for row in refused)))
         named = f"{kinds} in {dtypes}, {len(refused)} rows" if len(refused) > 1 else refused[0]["name"]
         lines.append(f"Not run: {named}: {reason.rstrip('.')}.")
     return lines

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from harness.reports.figures import GREY, figure
 from harness.reports.report import Part, Report, machine
 from harness.reports.tables import NONE, Table, columns, short
-from harness.studies.study import Header
+from harness.studies.study import StudyHeader
 from lab.studies.comm.cases import WORLD
 from lab.studies.comm.measure import Row
 
@@ -23,7 +23,7 @@ COLUMNS = (
 PANELS = 4  # side by side
 
 
-def report(header: Header, rows: Sequence[Row], notes: Sequence[str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[Row], notes: Sequence[str]) -> Report:
     """Build the report from results.json's content and notes on what failed."""
     sizes = sorted(row["bytes"] for row in rows if row["bytes"])
     shown = f"µs at {words(sizes[0])}, bus bandwidth in GB/s at {words(sizes[-1])}." if sizes else "No size."

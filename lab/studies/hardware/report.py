@@ -7,7 +7,7 @@ from harness.reports.figures import GREY, Axes, figure
 from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, short
-from harness.studies.study import Header
+from harness.studies.study import StudyHeader
 from lab.studies.hardware.measure import Row
 
 COLUMNS = (
@@ -20,7 +20,7 @@ COLUMNS = (
 )
 
 
-def report(header: Header, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why strategies are missing."""
     config = header["config"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))

@@ -7,8 +7,8 @@ from typing import Any
 
 from harness.reports.figures import GREY, Axes, figure
 from harness.reports.report import Code, Part, Report, machine, percent
-from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
-from harness.studies.study import Header
+from harness.reports.tables import NONE, Table, columns, join_words, paragraph, short
+from harness.studies.study import StudyHeader
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
 from lab.studies.pipeline.measure import Row, Timeline
 
@@ -41,7 +41,7 @@ def mean_seconds(row: Row) -> float:
 
 
 def report(
-    header: Header,
+    header: StudyHeader,
     rows: Sequence[Row],
     timelines: Mapping[str, Timeline],
     cases: Mapping[str, Case],
@@ -122,7 +122,7 @@ def advice(measured: Measured, timelines: Mapping[str, Timeline]) -> list[Part]:
         sentences.append(f"No pipeline is faster than {plain.name}.")
     if by_time := [other for other in pipelines if other.cut == BY_TIME]:
         chosen = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
-        layers = listed([str(size) for size in sizes[chosen.name]])
+        layers = join_words([str(size) for size in sizes[chosen.name]])
         sentences.append(f"By time the stages of {chosen.schedule} get {layers} layers.")
     return [paragraph(" ".join(sentences)), Code(command), Code(code, "python")]
 
