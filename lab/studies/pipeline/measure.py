@@ -37,11 +37,22 @@ class Row(TypedDict):
     share_of_bound: float | None
 
 
+class Event(NamedTuple):
+    """A computation of a pipeline's step."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str  # "forward", "backward" or "weights"
+    start: float  # seconds since the step's first computation
+    stop: float
+
+
 class Timeline(TypedDict):
     """What each rank of a pipeline computes when in its last step."""
 
     sizes: list[int]  # of stages, in layers
-    events: list[list[Any]]  # rank, stage, micro-batch, kind, start and stop in seconds from the first
+    events: list[Event]  # lists in JSON
 
 
 class Pairs(NamedTuple):
@@ -143,10 +154,11 @@ class Bench:
             "bubble_bound": case.bubble_bound,
             "share_of_bound": None,
         }
-        events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
-        start = min((event[-2] for event in events), default=0.0)
-        for event in events:
-            event[-2:] = (round(moment - start, 7) for moment in event[-2:])
+        events = [Event(rank, *event) for rank, figures in enumerate(ranks) for event in figures["events"]]
+        zero = min((event.start for event in events), default=0.0)
+        events = [
+            event._replace(start=round(event.start - zero, 7), stop=round(event.stop - zero, 7)) for event in events
+        ]
         return row, {"sizes": ranks[0]["sizes"], "events": events}
 
 

@@ -10,7 +10,7 @@ from harness.reports.report import Code, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, listed, paragraph, short
 from harness.studies.study import Header
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
-from lab.studies.pipeline.measure import Row, Timeline
+from lab.studies.pipeline.measure import Event, Row, Timeline
 
 Measured = Sequence[tuple[Case, Row]]  # cases with their rows
 KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
@@ -173,39 +173,40 @@ def timeline(timelines: Mapping[str, Timeline]) -> bytes:
 
     On a GPU a block is the time in which kernels are queued.
     """
-    all_events = [event for timeline in timelines.values() for event in timeline["events"]]
-    longest, ranks = max(event[5] for event in all_events), 1 + max(event[0] for event in all_events)
+    by_name = {name: [Event(*event) for event in timeline["events"]] for name, timeline in timelines.items()}
+    all_events = [event for events in by_name.values() for event in events]
+    longest, ranks = max(event.stop for event in all_events), 1 + max(event.rank for event in all_events)
     with figure(13, 0.8 + len(timelines) * (0.55 + 0.3 * ranks)) as (canvas, png):
         panels = canvas.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-            _timeline(axes, timeline["events"], longest)
-            title = f"{name}: ranks wait for {100 * idle(timeline['events']):.0f} %"
+        for axes, (name, events) in zip(panels, by_name.items(), strict=True):
+            _draw_step(axes, events, longest)
+            title = f"{name}: ranks wait for {100 * idle_share(events):.0f} %"
             axes.set_title(title, fontsize=9, color="black", loc="left", parse_math=False)
             axes.grid(False)
         meaning = "numbers are micro-batches, shades the stages of a rank"
         panels[-1].set_xlabel(f"seconds since the step's first forward; {meaning}")
-        kinds = dict.fromkeys(event[3] for event in all_events)
+        kinds = dict.fromkeys(event.kind for event in all_events)
         handles = [panels[0].barh(0, 0, color=COLORS[kind], label=kind) for kind in kinds]
         canvas.legend(handles=handles, loc="outside upper right", ncols=len(kinds))
     return png.getvalue()
 
 
-def _timeline(axes: Axes, events: Sequence[Sequence[Any]], longest: float) -> None:
-    ranks = 1 + max(event[0] for event in events)
-    stages = {rank: sorted({event[1] for event in events if event[0] == rank}) for rank in range(ranks)}
-    for rank, stage, number, kind, start, stop in events:
+def _draw_step(axes: Axes, events: Sequence[Event], longest: float) -> None:
+    ranks = 1 + max(event.rank for event in events)
+    stages = {rank: sorted({event.stage for event in events if event.rank == rank}) for rank in range(ranks)}
+    for rank, stage, microbatch, kind, start, stop in events:
         shade = SHADES[stages[rank].index(stage) % len(SHADES)]
         look: dict[str, Any] = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.3}
         axes.barh(rank, stop - start, 0.84, start, **look)
         if stop - start > READABLE * longest:
-            axes.text((start + stop) / 2, rank, str(number), ha="center", va="center", fontsize=6, color="white")
+            axes.text((start + stop) / 2, rank, str(microbatch), ha="center", va="center", fontsize=6, color="white")
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(0, longest)
 
 
-def idle(events: Sequence[Sequence[Any]]) -> float:
+def idle_share(events: Sequence[Event]) -> float:
     """Return the mean over ranks of the share of a step, first to last computation, in which a rank is idle."""
-    ranks = {event[0] for event in events}
-    busy = sum(stop - start for *_, start, stop in events)
-    return 1 - busy / (len(ranks) * (max(e[5] for e in events) - min(e[4] for e in events)))
+    num_ranks = len({event.rank for event in events})
+    busy = sum(event.stop - event.start for event in events)
+    return 1 - busy / (num_ranks * (max(event.stop for event in events) - min(event.start for event in events)))
