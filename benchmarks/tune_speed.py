@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Measurement, Target
@@ -43,16 +42,11 @@ def experiment(args: argparse.Namespace, out: Path, *flags: str) -> Path:
     return out
 
 
-def read(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text())
-
-
 def measure_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measure seconds of the search and of its settings, and the batches that needed no forward of the teacher."""
     search = ["--tune", str(args.settings), "--tune_seeds", "1", "--only", *args.only, "--seeds", "1"]
     run = experiment(args, folder / "run", *search, "--trainer.max_epochs", str(args.epochs))
-    results = read(run / "results.json")
+    results = json.loads((run / "results.json").read_text())
     tuning, cost = results["tuning"], results["tuning_cost"]
     teacher = run / "tuning" / f"seed{SEED}" / "teacher" / "weights.pt"
     alone = 0.0
@@ -63,7 +57,7 @@ def measure_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
             flags += ["--trainer.max_epochs", str(setting["epochs"])]
             flags += ["--only", method, "--seeds", f"[{SEED}]", "--teacher_ckpt", str(teacher)]
             fit = experiment(args, folder / f"{method}{number}", *flags) / f"seed{SEED}" / "students.json"
-            alone += read(fit)["fit_seconds"]
+            alone += json.loads(fit.read_text())["fit_seconds"]
     saved = (cost["teacher_samples_alone"] - cost["teacher_samples"]) / args.batch_size
     return {"together": cost["fit_seconds"], "alone": alone, "saved": saved}
 
