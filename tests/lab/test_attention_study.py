@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     found = results(run)
-    assert set(found) == {"experiment", "hardware", "versions", "commits", "config", "free", "rows", "peak"}
+    assert set(found) == {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows", "peak"}
     assert (found["experiment"], found["hardware"]["device"], found["hardware"]["threads"]) == ("attention", "cpu", 1)
     before, *measured, after = found["rows"]
     assert [row["name"] for row in (before, after)] == [

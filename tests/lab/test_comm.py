@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     found = results(run)
-    assert set(found) == {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
+    assert set(found) == {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
     assert found["experiment"] == "comm"
     assert {(row["operation"], row["group"]) for row in found["rows"] if row["backend"] == "gloo"} == {
         (name, group) for name in [*BUS, "barrier"] for group in ("world", "sub-group")

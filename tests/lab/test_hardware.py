@@ -31,7 +31,7 @@ from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
 LIGHT = [*QUICK, "--net", "LightNN"]
-KEYS = {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
+KEYS = {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "strategy", "devices", "exact", "images_per_second", "speedup", "state_bytes_per_rank", "bytes_sent_per_step",
     "first_difference", "max_difference", "peak_memory_per_rank", "hidden_share", "step_ms", "threads_per_rank",

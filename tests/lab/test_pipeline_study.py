@@ -29,7 +29,7 @@ from tests.training import trainer
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
 QUICK = ["--quick", "true", *NET]
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-KEYS = {"experiment", "hardware", "versions", "commits", "config", "free", "rows"}
+KEYS = {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
 }  # fmt: skip
