@@ -48,11 +48,8 @@ class Cases:
         make = with_strategy(trainer, choices["ddp"], exact, one=True)
         alone_exact = Case(f"{SINGLE}-exact", 1, make, exact=exact)
         cases = [self._case(name, choice, alone) for name, choice in choices.items()]
-        cases += [
-            self._case(f"{name}-exact", choice, alone_exact)
-            for name, choice in choices.items()
-            if self._family.exact(choice)
-        ]
+        exact_choices = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
+        cases += [self._case(f"{name}-exact", choice, alone_exact) for name, choice in exact_choices.items()]
         gpus = self.devices > 1 and probed.strategy.root_device.type == "cuda"
         unfit = "" if gpus else "torch.nn.DataParallel needs at least 2 GPUs"
         split = Case(SPLIT, self.devices, alone.trainer, split=True, reference=alone, unfit=unfit)

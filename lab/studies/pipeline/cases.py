@@ -110,10 +110,8 @@ class Cases:
         self._gpus = torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0
         self._schedule = self._strategy.init_args["schedule"]
         fits = self.devices == 2 and self._schedule in ONE_STAGE
-        self.cuts = [
-            *([cut] if cut is not None and fits else []),
-            Cut.from_balance(self._strategy.init_args["balance"]),
-        ]
+        strategy_cut = Cut.from_balance(self._strategy.init_args["balance"])
+        self.cuts = [cut, strategy_cut] if cut is not None and fits else [strategy_cut]
         self.unfit: dict[str, str] = {}
 
     def first(self) -> list[Case]:
