@@ -24,7 +24,7 @@ from harness.runs import environment
 from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Case
 from lab.studies.comm.cases import WORLD
-from lab.studies.comm.measure import timed
+from lab.studies.comm.measure import time_case
 from lab.studies.comm.operations import ITEM, Member
 
 MB = 2**20
@@ -69,7 +69,7 @@ def measurements(sizes: Sequence[int], rounds: int) -> Runs:
     member, ratios = Member(None, range(2), dist.get_rank(), common.CPU), Runs()
 
     def ours(count: int) -> float:
-        _, (seconds,) = timed(Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), count), member, Bench(2, 1))
+        _, (seconds,) = time_case(Case(Backend("gloo"), "all_reduce_sum", WORLD, (0, 1), count), member, Bench(2, 1))
         return slowest(seconds)
 
     def bare(x: torch.Tensor) -> float:

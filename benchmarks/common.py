@@ -1,4 +1,4 @@
-"""Shared parts of benchmarks: rivals that take turns, a clock of fits, processes, ratios with targets, a report."""
+"""Shared parts of benchmarks: rivals that take turns, timed fits, processes, ratios with targets, a report."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ class Noise(ImageData):
     mean, std = (0.5,) * 3, (0.3,) * 3
 
     def read(self) -> tuple[Split, Split]:
-        """Draw them."""
+        """Draw the images."""
         shape = self.count, *self.input_shape
         images = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         return (Split(images, torch.arange(self.count) % 10),) * 2
@@ -150,9 +150,9 @@ def take_turns(rivals: Mapping[str, Callable[[], T]], rounds: int, unit: str = "
 
 
 class Ratios(list[float]):
-    """Ratios of two sides, round by round, so that what slows a whole round does not count; and the sides' medians."""
+    """Ratios of two sides, round by round, so that a slow round counts little; and the sides' medians."""
 
-    sides: tuple[float, float] | None = None
+    sides: tuple[float | None, float | None] = None, None
 
 
 def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
@@ -197,12 +197,17 @@ def call_fresh(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -
         return processes.submit(function, *args).result()
 
 
+def command_line(experiment: str, *flags: str) -> list[str]:
+    """Return the command that runs an experiment."""
+    return [sys.executable, str(ROOT / "experiments" / f"{experiment}.py"), *flags]
+
+
 def run_clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run an experiment; return the records of a `Clock` in its last fit, by module and rank."""
     with tempfile.TemporaryDirectory() as folder:
         clock = ["--trainer.callbacks", "benchmarks.common.Clock", "--trainer.callbacks.folder", folder]
-        command = [sys.executable, str(ROOT / "experiments" / f"{experiment}.py"), *flags, *clock]
-        subprocess.run([*command, "--out", f"{folder}/out"], env=env, stdout=subprocess.DEVNULL, check=True)
+        command = command_line(experiment, *flags, *clock, "--out", f"{folder}/out")
+        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
         return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
 
 
@@ -257,6 +262,11 @@ def merge(parts: Mapping[str, Measurement]) -> Measurement:
     return Measurement(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
 
 
+def medians(runs: Runs) -> dict[str, float]:
+    """Return the median over all rounds of each name."""
+    return {name: median(values) for name, values in runs.items()}
+
+
 def table(measurement: Measurement, targets: Mapping[str, Target]) -> str:
     """Format a line for each figure and each ratio: medians, and the range over all rounds."""
     rows = [
@@ -272,8 +282,8 @@ def table(measurement: Measurement, targets: Mapping[str, Target]) -> str:
 
 
 def row(target: Target, runs: Sequence[float]) -> list[str]:
-    """Return a ratio's cells: its text, ours, the rival, their ratio with its range over all rounds, the target."""
-    sides = getattr(runs, "sides", None) or (None, None)
+    """Return the cells of a ratio: its text, ours, the rival, the ratio with its range over all rounds, the target."""
+    sides = runs.sides if isinstance(runs, Ratios) else Ratios.sides
     middle, spread = median(runs), f"{min(runs):.2f} to {max(runs):.2f}"
     return [target.text, *map(short, sides), f"{middle:.3f} ({spread})", target.words(middle).strip() or NONE]
 
@@ -298,12 +308,9 @@ def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target
     print(*(f"{key}: {value}" for key, value in header.items()), table(measurement, targets), sep="\n")
     if settings.get("quick"):
         print("sizes are tiny: what is missed says nothing")
-    ratios = {name: median(runs) for name, runs in measurement.ratios.items()}
+    ratios = medians(measurement.ratios)
     if args.out:
-        figures = {
-            unit: {name: median(runs) for name, runs in runs_by_name.items()}
-            for unit, runs_by_name in measurement.figures.items()
-        }
+        figures = {unit: medians(runs) for unit, runs in measurement.figures.items()}
         header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
         header["rows"] = [row(targets[name], runs) for name, runs in measurement.ratios.items()]
         rounds = {"figures": measurement.figures, "ratios": measurement.ratios}

@@ -58,8 +58,8 @@ TARGETS = {
 
 
 def generate(root: Path, count: int) -> None:
-    """Files of smooth shapes with some noise, of about 25 kB, to train and an eighth as many, at least 10, to test."""
-    drawn = np.random.default_rng(0)
+    """Write files of about 25 kB, smooth shapes with some noise: `count` to train, an eighth, at least 10, to test."""
+    generator = np.random.default_rng(0)
     originals: list[Path] = []
     for i in range(count + max(10, count // 8)):
         path = root / ("train" if i < count else "test") / f"class{i % count % 10}" / f"{i}.jpg"
@@ -67,32 +67,32 @@ def generate(root: Path, count: int) -> None:
         if i >= DISTINCT:
             os.link(originals[i % DISTINCT], path)
             continue
-        shapes = Image.fromarray(drawn.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((SIDE, SIDE))
-        noise = drawn.integers(-12, 13, (SIDE, SIDE, 3))
+        shapes = Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((SIDE, SIDE))
+        noise = generator.integers(-12, 13, (SIDE, SIDE, 3))
         Image.fromarray((np.asarray(shapes) + noise).clip(0, 255).astype(np.uint8)).save(path, quality=85)
         originals.append(path)
 
 
 def folder(root: Path, cache: str, transforms: str, args: argparse.Namespace) -> ImageFolder:
-    """Ours, ready to train."""
+    """Return our data module, ready to train."""
     light = transforms == "light"
     workers = args.workers if cache == "none" or not light else None
-    more: dict[str, Any] = {"augment": True} if light else {"transforms": HEAVY}
+    augmentation: dict[str, Any] = {"augment": True} if light else {"transforms": HEAVY}
     sizes = {"image_size": args.size, "batch_size": args.batch, "validation_size": 0}
-    data = ImageFolder(root, cache=cache, num_workers=workers, **sizes, **more)
+    data = ImageFolder(root, cache=cache, num_workers=workers, **sizes, **augmentation)
     data.setup()
     return data
 
 
 def ours(data: ImageFolder) -> Iterator[Tensor]:
-    """Normalised batches; images in memory are augmented here, as on the training device."""
+    """Yield normalised batches; augment images in memory here, as on the training device."""
     streamed = isinstance(data.split("train"), Streamed)
     for batch in data.train_dataloader():
         yield data.normalize(batch.inputs if streamed else data.augmented(batch.inputs, 0, batch.index))
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
-    """Torchvision's, with the same transforms."""
+    """Yield torchvision's batches, with the same transforms."""
     jitter = v2.ColorJitter(brightness=0.4, contrast=0.4)
     light = [v2.RandomCrop(args.size, padding=4), v2.RandomHorizontalFlip()]
     heavy = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), jitter]
@@ -105,10 +105,10 @@ def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Ten
 
 
 def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement:
-    """Images/s of all sides."""
+    """Measure images/s of all sides."""
 
-    def rate(batches: Any, *of: Any) -> float:
-        return args.images / common.seconds(lambda: deque(batches(*of), maxlen=0))
+    def rate(batches: Any, *options: Any) -> float:
+        return args.images / common.seconds(lambda: deque(batches(*options), maxlen=0))
 
     sides: Rivals = {"plain": partial(rate, plain, root, transforms, args)}
     for cache in ("none", "disk", "memory"):
@@ -121,25 +121,25 @@ def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement
 
 
 class Waits(Callback):
-    """The share of the time from batch to batch that passes between them."""
+    """Measures the share of the training time that passes between batches."""
 
     def __init__(self) -> None:
         self.stamps = Stamps(common.CPU)
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """The batch is there."""
+        """Mark the start of a batch."""
         self.stamps.mark()
 
     on_train_batch_end: Any = on_train_batch_start
 
     def share(self) -> float:
-        """Of all steps but the first two, whose images are not read ahead."""
+        """Return the share without the first two steps, whose images are not read ahead."""
         spans = self.stamps.seconds()[4:]
         return sum(spans[1::2]) / sum(spans)
 
 
 def waiting(root: Path, args: argparse.Namespace) -> float:
-    """The share of a ResNet-18's step that waits for images that are read anew."""
+    """Return the share of a ResNet-18's step that waits for images, read anew."""
     sizes: dict[str, Any] = {"image_size": 224, "batch_size": args.batch // 2, "validation_size": 0}
     data, waits = ImageFolder(root, cache="none", num_workers=args.workers, augment=True, **sizes), Waits()
     net = with_seed(0, lambda: Torchvision("resnet18", input_shape=(3, 224, 224), num_classes=10))
@@ -148,7 +148,7 @@ def waiting(root: Path, args: argparse.Namespace) -> float:
 
 
 def peak(root: str, workers: int) -> float:
-    """MiB of the process that trains a small net on all images of a folder for an epoch."""
+    """Return the MiB of this process and its largest worker, after an epoch of a small net on a folder."""
     data = ImageFolder(root, 32, cache="none", num_workers=workers, augment=True, batch_size=64, validation_size=0)
     net = with_seed(0, lambda: LightNN(input_shape=(3, 32, 32), num_classes=10))
     record = common.fit(LitClassifier(net), data, max_epochs=1, limit_val_batches=0)

@@ -48,14 +48,14 @@ TARGETS = {
 
 
 def text(path: str | Path | None) -> Text:
-    """The text in this file, or Python's own documentation."""
+    """Return the text in this file, or Python's own documentation."""
     data = Text(path, BLOCK, batch_size=ROWS)
     data.setup()
     return data
 
 
 def step_ms(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> float:
-    """Milliseconds of a training step."""
+    """Measure milliseconds of a training step."""
     optimizer = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused)
     stamps = Stamps(next(net.parameters()).device)
     stamps.mark()
@@ -93,13 +93,13 @@ class PlainGPT(nn.Module):
         self.blocks = nn.Sequential(*(PlainBlock() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
+        """Compute the loss of tokens (B, T)."""
         x = self.blocks(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), labels.flatten())
 
 
 def slices(path: Path) -> tuple[Tensor, Tensor]:
-    """A batch, slice by slice, from a memory map that is opened anew, as nanoGPT does it."""
+    """Gather a batch slice by slice from a memory map, opened for each batch as nanoGPT does."""
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     starts = torch.randint(len(tokens) - BLOCK, (ROWS,))
     x = torch.stack([torch.from_numpy(tokens[i : i + BLOCK].astype(np.int64)) for i in starts])
@@ -107,53 +107,58 @@ def slices(path: Path) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def written(data: Text, folder: str | Path) -> Path:
-    """The training text as a file of 16-bit numbers."""
+def write_tokens(data: Text, folder: str | Path) -> Path:
+    """Write the training text as a file of 16-bit numbers."""
     path = Path(folder) / "train.bin"
     data.split("train").text.numpy().astype(np.uint16).tofile(path)  # type: ignore[union-attr]
     return path
 
 
 def loop(path: str | Path | None, steps: int) -> float:
-    """Milliseconds of a step of the plain loop."""
+    """Measure milliseconds of a step of the plain loop."""
     data = text(path)
     net = with_seed(0, lambda: PlainGPT(data.num_classes))
     with tempfile.TemporaryDirectory() as folder:
-        tokens = written(data, folder)
+        tokens = write_tokens(data, folder)
         return step_ms(net, lambda: net(*slices(tokens)), steps)
 
 
-def net_of(data: Text, block_size: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT:
-    """Our net for this text."""
+def build_net(data: Text, block_size: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT:
+    """Build our net for this text."""
     return with_seed(0, lambda: GPT(data.num_classes, block_size, num_layers, num_heads, embed_dim))
 
 
 def bare(path: str | Path | None, steps: int) -> float:
-    """Milliseconds of a step of our net on one batch."""
+    """Measure milliseconds of a step of our net on one batch."""
     environment.keep_memory()  # as gpt.py does
     data = text(path)
-    net, batch = net_of(data, BLOCK, LAYERS, HEADS, WIDTH), data.split("train").take(torch.arange(ROWS) * BLOCK)
+    net, batch = build_net(data, BLOCK, LAYERS, HEADS, WIDTH), data.split("train").take(torch.arange(ROWS) * BLOCK)
     inputs, labels = batch.inputs, batch.labels.flatten()
     return step_ms(net, lambda: F.cross_entropy(net(inputs).flatten(0, 1), labels), steps, fused=True)
 
 
-def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str, str] | None = None) -> float:
-    """Milliseconds of a step of `experiments/gpt.py` with the flags of this side."""
+def size_flags(steps: int, layers: int, heads: int, width: int, block: int, rows: int) -> list[str]:
+    """Return the flags of `experiments/gpt.py` for a fit of so many steps without validation."""
     sizes = {
-        "data.block_size": BLOCK, "data.batch_size": ROWS, "net.num_layers": LAYERS, "net.num_heads": HEADS,
-        "net.embed_dim": WIDTH, "model.lr": RATE, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
+        "data.block_size": block, "data.batch_size": rows, "net.num_layers": layers, "net.num_heads": heads,
+        "net.embed_dim": width, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
     }  # fmt: skip
-    flags = [*EXPERIMENT[side], *(f"--{name}={value}" for name, value in sizes.items())]
+    return [f"--{name}={value}" for name, value in sizes.items()]
+
+
+def experiment(side: str, path: str | Path | None, steps: int, env: Mapping[str, str] | None = None) -> float:
+    """Measure milliseconds of a step of `experiments/gpt.py` with the flags of this side."""
+    flags = [*EXPERIMENT[side], *size_flags(steps, LAYERS, HEADS, WIDTH, BLOCK, ROWS), f"--model.lr={RATE}"]
     flags += [] if path is None else [f"--data.path={path}"]
     return mean(common.run_clocked("gpt", *flags, env=env)["LitLanguageModel0"]["steps"][SKIPPED:]) * 1e3
 
 
 def fetching(path: str | Path | None, rounds: int = 7) -> Runs:
-    """Microseconds a batch, slice by slice and by our loader, over whole epochs, in turn."""
+    """Measure microseconds a batch, slice by slice and by our loader, over whole epochs, in turn."""
     data = text(path)
     loader = data.train_dataloader()
     with tempfile.TemporaryDirectory() as folder:
-        tokens = written(data, folder)
+        tokens = write_tokens(data, folder)
 
         def microseconds(ours: bool) -> float:
             batches = loader if ours else (slices(tokens) for _ in range(len(loader)))
@@ -163,17 +168,18 @@ def fetching(path: str | Path | None, rounds: int = 7) -> Runs:
 
 
 def generation(path: str | Path | None, rounds: int = 3) -> Runs:
-    """Seconds that a net of 6 layers, 6 heads, 384 wide takes from one token to its block of 256."""
-    net, prompt = net_of(text(path), 256, 6, 6, 384), torch.zeros(1, 1, dtype=torch.int64)
+    """Measure the seconds in which a net of 6 layers, 6 heads, 384 wide generates its block of 256 from one token."""
+    net, prompt = build_net(text(path), 256, 6, 6, 384), torch.zeros(1, 1, dtype=torch.int64)
     calls = {name: partial(net.generate, prompt, cached=name == "cached") for name in ("recomputed", "cached")}
     return common.take_turns({name: partial(common.seconds, call) for name, call in calls.items()}, rounds)
 
 
-def ratios(steps: Runs, fetched: Runs, generated: Runs) -> Runs:
-    """Return ours over theirs."""
+def ratios(steps: Runs, fetch_times: Runs, generation_times: Runs) -> Runs:
+    """Return the ratios of ours to the rivals."""
     by_name = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
-    by_name["fetching"] = common.over(fetched["ours"], fetched["slices"])
-    return by_name | {"generation": common.over(generated["cached"], generated["recomputed"])}
+    by_name["fetching"] = common.over(fetch_times["ours"], fetch_times["slices"])
+    by_name["generation"] = common.over(generation_times["cached"], generation_times["recomputed"])
+    return by_name
 
 
 def measure(args: argparse.Namespace) -> Measurement:
@@ -183,9 +189,9 @@ def measure(args: argparse.Namespace) -> Measurement:
     sides: Rivals = {side.__name__: partial(common.call_fresh, side, text, steps, env=env) for side in (loop, bare)}
     sides |= {side: partial(experiment, side, text, steps, env) for side in EXPERIMENT}
     step_times = common.take_turns(sides, args.rounds, "ms a step")
-    fetched, generated = (common.call_fresh(part, args.data, env=env) for part in (fetching, generation))
-    figures = {"ms a step": step_times, "µs to fetch a batch": fetched, "s for 255 tokens": generated}
-    return Measurement(figures, ratios(step_times, fetched, generated))
+    fetch_times, generation_times = (common.call_fresh(part, args.data, env=env) for part in (fetching, generation))
+    figures = {"ms a step": step_times, "µs to fetch a batch": fetch_times, "s for 255 tokens": generation_times}
+    return Measurement(figures, ratios(step_times, fetch_times, generation_times))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from torch.optim import Adam
 from apprentice.errors import reason
 from apprentice.keyed import with_seed
 from benchmarks import common, gpt_speed, kd_speed
+from harness.reports.report import MIB
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
 from harness.runs.quiet import quiet
@@ -49,15 +50,14 @@ from harness.runs.speed import peak_memory
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import ResNet
 
-Facts = dict[str, Any]
-Rows = Iterator[tuple[str, Callable[[], Facts]]]
+Figures = dict[str, float | str | None]  # a row's cells by column
+Rows = Iterator[tuple[str, Callable[[], Figures]]]
 BATCH, SKIPPED = 128, 10  # images; first steps, which are not counted
-MIB = 2**20
 WHY = "why not"  # the column of reasons
 
 
 class Images(common.Noise):
-    """More of them: 40 batches an epoch."""
+    """More noise: 40 batches an epoch."""
 
     count = 40 * BATCH
 
@@ -70,19 +70,19 @@ class Size(NamedTuple):
 
     @property
     def trainer(self) -> list[str]:
-        """Flags of an experiment's Trainer."""
+        """Return the flags of an experiment's Trainer."""
         accelerator = "cpu" if self.device == "cpu" else "gpu"
         return ["--trainer.accelerator", accelerator, "--trainer.devices", "1"]
 
 
-# Parts: rows by name, and what measures each
+# Parts: names of rows, and functions that measure them
 
 
 def kd(size: Size) -> Rows:
     """The bake-off of four students beside the tutorial's loops."""
     batch, count, epochs = (8, 16, 2) if size.quick else (BATCH, Images.count, 3)
 
-    def loops() -> Facts:
+    def loops() -> Figures:
         data = Images(batch, train_size=count, validation_size=0)
         data.setup()
         split: Any = data.split("train")
@@ -92,16 +92,16 @@ def kd(size: Size) -> Rows:
         seconds, _ = kd_speed.loops(batches, epochs, torch.device(size.device))
         return of_steps(*(1e3 * seconds[name] / epochs / len(batches) for name in ("teacher", "all students")))
 
-    def ours(*flags: str) -> Facts:
+    def ours(*flags: str) -> Figures:
         options = ["--data", "benchmarks.gpu.Images", "--data.train_size", str(count), "--data.validation_size", "0"]
         options += ["--data.batch_size", str(batch), "--seeds", "1", "--trainer.max_epochs", str(epochs)]
         options += ["--data.test_size", str(batch), "--trainer.logger", "false", *size.trainer]
-        records = common.run_clocked("kd", *options, *flags, env=on_path())
+        records = common.run_clocked("kd", *options, *flags, env=environment_with_path())
         teacher, students = records["LitClassifier0"], records["Distillation0"]
         steps = (1e3 * median(record["steps"][1:]) for record in (teacher, students))
         return of_steps(*steps) | {"peak, MiB": students["peak_mib"]}
 
-    def of_steps(teacher: float, students: float) -> Facts:
+    def of_steps(teacher: float, students: float) -> Figures:
         rate = batch / students * 1e3
         return {"teacher, ms a step": teacher, "four students, ms a step": students, "four students, images/s": rate}
 
@@ -114,31 +114,27 @@ def gpt(size: Size) -> Rows:
     """One training step."""
     layers, heads, width, block, rows, steps = (1, 6, 24, 8, 4, 22) if size.quick else (6, 6, 384, 256, 64, 80)
 
-    def of_step(milliseconds: float, mib: float) -> Facts:
+    def of_step(milliseconds: float, mib: float) -> Figures:
         return {"ms a step": milliseconds, "tokens/s": rows * block / milliseconds * 1e3, "peak, MiB": mib}
 
-    def ours(*flags: str) -> Facts:
-        sizes = {
-            "data.block_size": block, "data.batch_size": rows, "net.num_layers": layers, "net.num_heads": heads,
-            "net.embed_dim": width, "trainer.max_steps": steps, "trainer.val_check_interval": steps + 1,
-            "trainer.limit_test_batches": 1, "trainer.logger": "false",
-        }  # fmt: skip
-        options = [*(f"--{name}={value}" for name, value in sizes.items()), *size.trainer]
-        record = common.run_clocked("gpt", *options, *flags, env=on_path())["LitLanguageModel0"]
+    def ours(*flags: str) -> Figures:
+        options = [*gpt_speed.size_flags(steps, layers, heads, width, block, rows), *size.trainer]
+        options += ["--trainer.limit_test_batches=1", "--trainer.logger=false"]
+        record = common.run_clocked("gpt", *options, *flags, env=environment_with_path())["LitLanguageModel0"]
         return of_step(1e3 * median(record["steps"][gpt_speed.SKIPPED :]), record["peak_mib"])
 
-    def bare(half: bool, compiled: bool) -> Facts:
+    def bare(half: bool, compiled: bool) -> Figures:
         device = torch.device(size.device)
         data = gpt_speed.Text(None, block, batch_size=rows)
         data.setup()
-        net = gpt_speed.net_of(data, block, layers, heads, width).to(device)
+        net = gpt_speed.build_net(data, block, layers, heads, width).to(device)
         batch = data.split("train").take(torch.arange(rows) * block)
         inputs, labels = batch.inputs.to(device), batch.labels.flatten().to(device)
-        called: Any = torch.compile(net) if compiled else net
+        forward: Any = torch.compile(net) if compiled else net
 
         def loss() -> torch.Tensor:
             with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
-                return F.cross_entropy(called(inputs).flatten(0, 1), labels)
+                return F.cross_entropy(forward(inputs).flatten(0, 1), labels)
 
         return of_step(gpt_speed.step_ms(net, loss, steps, fused=True), peak_memory(device))
 
@@ -156,22 +152,22 @@ def precision(size: Size) -> Rows:
     depth, rows, steps = (8, 8, 2) if size.quick else (56, 512, 40)
     warmup = 1 if size.quick else SKIPPED
 
-    def measured(precision: str, contiguous: bool = False, **options: Any) -> Facts:
+    def train(precision: str, contiguous: bool = False, **options: Any) -> Figures:
         module = LitClassifier(with_seed(0, lambda: ResNet(depth)), optimizer=partial(Adam, lr=1e-3, **options))
         if contiguous:
             module.to(memory_format=torch.contiguous_format)
-        settings: Facts = {"accelerator": size.device, "devices": 1, "precision": precision}
+        settings: dict[str, Any] = {"accelerator": size.device, "devices": 1, "precision": precision}
         settings |= {"max_steps": warmup + steps, "max_epochs": -1, "limit_val_batches": 0}
         record = common.fit(module, Images(rows, validation_size=0), **settings)
         ms = 1e3 * median(record["steps"][warmup:])
         return {"ms a step": ms, "images/s": rows / ms * 1e3, "peak, MiB": record["peak_mib"]}
 
-    yield "float32", partial(measured, "32-true")
-    yield "bf16-mixed", partial(measured, "bf16-mixed")
+    yield "float32", partial(train, "32-true")
+    yield "bf16-mixed", partial(train, "bf16-mixed")
     if size.device != "cpu":  # Lightning takes bfloat16 for it there
-        yield "16-mixed", partial(measured, "16-mixed")
-    yield "bf16-mixed, not channels_last", partial(measured, "bf16-mixed", contiguous=True)
-    yield "bf16-mixed, fused Adam", partial(measured, "bf16-mixed", fused=True)
+        yield "16-mixed", partial(train, "16-mixed")
+    yield "bf16-mixed, not channels_last", partial(train, "bf16-mixed", contiguous=True)
+    yield "bf16-mixed, fused Adam", partial(train, "bf16-mixed", fused=True)
 
 
 def strategies(size: Size) -> Rows:
@@ -180,12 +176,12 @@ def strategies(size: Size) -> Rows:
     flags += ["--net", "LightNN", "--data.batch_size", "8", "--data.train_size", "64"] if size.quick else []
     flags += ["--only", "ddp", "ddp-exact"] if size.quick else []
     for row in study("hardware", *flags):
-        facts = {
+        figures = {
             "ms a step": row["step_ms"], "images/s": row["images_per_second"], "over single": 1 / row["speedup"],
             "state, MiB": row["state_bytes_per_rank"][0] / MIB, "peak, MiB": row["peak_memory_per_rank"][0] / MIB,
             "largest difference (bits, if exact)": row["max_difference"],
         }  # fmt: skip
-        yield row["strategy"], partial(dict, facts)
+        yield row["strategy"], partial(dict, figures)
 
 
 def attention(size: Size) -> Rows:
@@ -194,12 +190,11 @@ def attention(size: Size) -> Rows:
     flags += ["--quick", "true"] if size.quick else ["--dtypes", "bfloat16", "float32", "--seconds", "0.1"]
     flags += [] if size.quick else ["--lengths", "512", "2048", "8192", "16384"]
     for row in study("attention", *flags):
-        facts = (
-            {"kernel": row.get("kernel", NONE), "µs": row.get("microseconds"), "TFLOP/s": row["tflops_per_second"]}
-            if row["refused"] is None
-            else {WHY: row["refused"]}
-        )
-        yield row["name"], partial(dict, facts)
+        figures = {WHY: row["refused"]}
+        if row["refused"] is None:
+            speed = row["tflops_per_second"]
+            figures = {"kernel": row.get("kernel", NONE), "µs": row.get("microseconds"), "TFLOP/s": speed}
+        yield row["name"], partial(dict, figures)
 
 
 class Part(NamedTuple):
@@ -213,41 +208,41 @@ PARTS = {
     "kd": Part(kd, 90), "gpt": Part(gpt, 150), "precision": Part(precision, 70),
     "strategies": Part(strategies, 110), "attention": Part(attention, 100),
 }  # fmt: skip
-SPARE = 15  # seconds in which a part tells what its experiment has measured before it was stopped
+SPARE = 15  # seconds in which a part reads the rows of an experiment that it has stopped
 
 
-def on_path() -> dict[str, str]:
-    """An environment in which an experiment finds `benchmarks`."""
+def environment_with_path() -> dict[str, str]:
+    """Return environment variables with which an experiment can import `benchmarks`."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])}
 
 
-def study(experiment: str, *flags: str) -> Iterator[Facts]:
-    """The rows of a study, as far as it comes in its part's time; then RuntimeError if it has not come to its end."""
+def study(experiment: str, *flags: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows that a study measures in its part's time; RuntimeError after them if it has not ended by then."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        command = [sys.executable, str(common.ROOT / "experiments" / f"{experiment}.py"), *flags, "--out", str(out)]
-        failed = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, on_path())
+        command = common.command_line(experiment, *flags, "--out", str(out))
+        failure = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, environment_with_path())
         results = out / "results.json"
         yield from json.loads(results.read_text())["rows"] if results.exists() else ()
-    if failed:
-        raise RuntimeError(f"{experiment}.py: {failed}")
+    if failure:
+        raise RuntimeError(f"{experiment}.py: {failure}")
 
 
 def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
-    """Run a command in a session of its own, which ends after so many seconds; why it failed, or ""."""
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, env=env, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
+    """Run a command in a new session, and kill it after so many seconds; return why it failed, or ""."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            failed = process.wait(seconds)
+            exit_code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            failed = -1
+            return f"stopped after {seconds:g} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks too
             process.wait()
-        told.seek(0)
-        last = [line.strip() for line in told if line.strip()][-1:]
-    return f"stopped after {seconds:g} s" if failed < 0 else f"exit code {failed}: {''.join(last)}" if failed else ""
+        output.seek(0)
+        last = [line.strip() for line in output if line.strip()][-1:]
+    return f"exit code {exit_code}: {''.join(last)}" if exit_code else ""
 
 
 def measure(part: str, size: Size, path: Path) -> None:
@@ -262,34 +257,34 @@ def measure(part: str, size: Size, path: Path) -> None:
             file.flush()
 
 
-def measured(part: str, args: argparse.Namespace) -> str:
-    """Return a part's section, of all rows that it measures in its time."""
+def measure_part(part: str, args: argparse.Namespace) -> str:
+    """Measure a part in a process of its own; return the section of all rows that it measures in its time."""
     seconds = PARTS[part].seconds * (4 if args.quick else 1)  # on a busy processor
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         path.touch()
         command = [sys.executable, str(Path(__file__)), "--parts", part, "--device", args.device, "--rows", str(path)]
-        env = {**on_path(), "SECONDS_OF_PART": str(seconds)}
-        failed = run([*command, *(["--quick"] if args.quick else [])], seconds, env)
+        env = {**environment_with_path(), "SECONDS_OF_PART": str(seconds)}
+        failure = run([*command, *(["--quick"] if args.quick else [])], seconds, env)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return section(part, rows, failed)
+    return section(part, rows, failure)
 
 
-def section(part: str, rows: Sequence[tuple[str, Facts]], failed: str = "") -> str:
-    """Markdown."""
-    columns = sorted(dict.fromkeys(name for _, facts in rows for name in facts), key=WHY.__eq__)  # the reasons last
+def section(part: str, rows: Sequence[tuple[str, Figures]], failure: str = "") -> str:
+    """Format rows as a Markdown section."""
+    columns = sorted(dict.fromkeys(name for _, figures in rows for name in figures), key=WHY.__eq__)  # the reasons last
 
-    def cell(value: Any) -> str:
-        return NONE if value is None else value if isinstance(value, str) else short(value)
+    def cell(value: float | str | None) -> str:
+        return value if isinstance(value, str) else short(value)
 
-    body = [[name, *(cell(facts.get(column)) for column in columns)] for name, facts in rows]
+    body = [[name, *(cell(figures.get(column)) for column in columns)] for name, figures in rows]
     parts = [f"## {part}: {(PARTS[part].rows.__doc__ or '').rstrip('.').lower()}"]
     parts += [Table(["", *columns], body).markdown()] if rows else []
-    return "\n\n".join(parts + ([f"Not all was measured: {failed}"] if failed else []))
+    return "\n\n".join(parts + ([f"Not all was measured: {failure}"] if failure else []))
 
 
 def head(args: argparse.Namespace) -> str:
-    """What was measured, where, and when."""
+    """Return the page's head: the machine, the command and the conditions."""
     setting = environment.measurement_conditions()
     name = "a CPU" if args.device == "cpu" else torch.cuda.get_device_name()
     lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.command])}`"]
@@ -314,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     sections: list[str] = []
     for part in args.parts:
-        sections.append(measured(part, args))
+        sections.append(measure_part(part, args))
         print(sections[-1], end="\n\n", flush=True)
         args.out.write_text("\n\n".join([head(args), *sections]) + "\n")
 

@@ -32,7 +32,7 @@ from typing import Any
 from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Noise, Target
-from benchmarks.kd_speed import ARCHIVE, bake_off, unpacked
+from benchmarks.kd_speed import ARCHIVE, bake_off, unpack
 from datamodules import Digits
 from lab.studies.hardware.measure import Measure, Phases
 from lit_modules.classifier import LitClassifier
@@ -54,7 +54,7 @@ TARGETS = {
 
 
 def ddp(args: argparse.Namespace) -> Measurement:
-    """Images/s of one process, of DDP and of two halves."""
+    """Measure images/s of one process, of DDP and of two halves."""
 
     def images_per_second(batch_size: int, **settings: Any) -> float:
         module, data = LitClassifier(with_seed(0, DeepNN)), Noise(batch_size, validation_size=0)
@@ -70,7 +70,7 @@ def ddp(args: argparse.Namespace) -> Measurement:
 
 
 def startup(args: argparse.Namespace) -> Measurement:
-    """Seconds from the command to the first batch of 1 rank and of 8."""
+    """Measure seconds from the command to the first batch of 1 rank and of 8."""
     flags = ["--seeds", "1", "--teacher", "LightNN", "--only", "ce", "--trainer.max_epochs", "1"]
 
     def seconds(devices: int) -> float:
@@ -85,7 +85,7 @@ def startup(args: argparse.Namespace) -> Measurement:
 
 
 def exact(args: argparse.Namespace) -> Measurement:
-    """Seconds of a bake-off, plain and exact, on one process and on two."""
+    """Measure seconds of a bake-off, plain and exact, on one process and on two."""
 
     def parts(folder: str, devices: int, *flags: str) -> dict[str, float]:
         flags = ("--seeds", "1", "--trainer.logger", "false", "--trainer.devices", str(devices), *flags)
@@ -94,7 +94,7 @@ def exact(args: argparse.Namespace) -> Measurement:
         whole = EPOCHS * len(teacher["steps"]) / 2 * sum(steps.values()) + students["before"]
         return {**steps, "storing": students["before"], "bake-off": whole}
 
-    with unpacked(args) as folder:
+    with unpack(args) as folder:
         kinds = [(name, n, flags) for n in (1, 2) for name, flags in (("plain", []), ("exact", ["--exact", "8"]))]
         rivals = {f"{name} {n}": partial(parts, folder, n, *flags) for name, n, flags in kinds}
         rounds = common.take_turns(rivals, args.rounds)
@@ -108,13 +108,15 @@ def exact(args: argparse.Namespace) -> Measurement:
 
 
 def overhead(args: argparse.Namespace) -> Measurement:
-    """Milliseconds of a step with and without the callback."""
+    """Measure milliseconds of a step with and without the callback."""
 
-    def step_ms(watched: bool) -> float:
+    def step_ms(with_callback: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            watch = [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if watched else []
+            callbacks = (
+                [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if with_callback else []
+            )
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=watch))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=callbacks))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
     return Measurement({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
@@ -124,7 +126,7 @@ PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """All parts that were asked for."""
+    """Measure the parts in `--parts`."""
     common.one_thread()
     return common.merge({name: PARTS[name](args) for name in args.parts})
 

@@ -46,7 +46,7 @@ Figures = dict[str, float]
 
 
 class Pictures(Dataset):
-    """The tutorial's: pixels in one array, PIL images and transforms when asked for, as in torchvision's CIFAR10."""
+    """The tutorial's data set: pixels in one array; each item is a transformed PIL image, as torchvision's CIFAR10."""
 
     def __init__(self, folder: str, count: int, part: str = "train") -> None:
         sizes: dict[str, Any] = {f"{part}_size": count}
@@ -64,7 +64,7 @@ class Pictures(Dataset):
 
 
 def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tensor) -> Tensor:
-    """The tutorial's loss of a variant; without a teacher, cross-entropy."""
+    """Compute the tutorial's loss of a variant; without a teacher, cross-entropy."""
     if teacher is None:
         return F.cross_entropy(student(images), labels)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tenso
 def train(
     name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader | Sequence[Any], epochs: int
 ) -> None:
-    """The plain loop."""
+    """Train in a plain loop."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.001)
     net.train()
     for epoch in range(epochs):
@@ -103,7 +103,7 @@ def train(
 def loops(
     loader: DataLoader | Sequence[Any], epochs: int, device: torch.device = common.CPU
 ) -> tuple[Figures, dict[str, nn.Module]]:
-    """Seconds of the teacher's loop, then of one for each student, on batches that are on the device; and the nets."""
+    """Run the teacher's loop and each student's on batches on the device; return their seconds and the nets."""
     figures: Figures = {}
     nets: dict[str, nn.Module] = {}
     teacher: nn.Module | None = None
@@ -122,13 +122,13 @@ def loops(
 
 @torch.no_grad()
 def accuracy(net: nn.Module, loader: DataLoader) -> float:
-    """Percent of the images that a net classifies rightly."""
-    right = [(net(images).argmax(1) == labels).float() for images, labels in loader]
-    return 100 * torch.cat(right).mean().item()
+    """Return the percentage of images that a net classifies correctly."""
+    correct = [(net(images).argmax(1) == labels).float() for images, labels in loader]
+    return 100 * torch.cat(correct).mean().item()
 
 
 def tutorial(folder: str, count: int, epochs: int) -> dict[str, Any]:
-    """The loops on the tutorial's own loader, and the accuracies of their nets."""
+    """Run the loops on the tutorial's loader; return their figures and the nets' accuracies."""
     workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
     figures, nets = loops(loader, epochs)
@@ -138,7 +138,7 @@ def tutorial(folder: str, count: int, epochs: int) -> dict[str, Any]:
 
 
 def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str, str] | None = None) -> list[Any]:
-    """Rank zero's records of the two fits of `kd.py`, on so many of a folder's images, the classes in balance."""
+    """Run `kd.py` on so many of a folder's images, classes balanced; return rank zero's records of its two fits."""
     sizes = ["--data.train_size", str(count), "--data.test_size", str(count // 10), "--data.validation_size", "0"]
     data = ["--data", "ImageFolder", "--data.root", folder, *sizes, "--trainer.max_epochs", str(epochs)]
     clocks = common.run_clocked("kd", *data, *flags, env=env)
@@ -146,31 +146,32 @@ def bake_off(folder: str, count: int, epochs: int, *flags: str, env: Mapping[str
 
 
 def ours(folder: str, count: int, epochs: int, env: Mapping[str, str]) -> Figures:
-    """The command; the time before the first step of its second fit is spent on storing the teacher's outputs."""
+    """Run the command; it stores the teacher's outputs before the first step of its second fit."""
     teacher, students = bake_off(folder, count, epochs, "--seeds", "[42]", env=env)
     figures = {"teacher": teacher["fit"], "all students": students["fit"], "of it storing outputs": students["before"]}
     return {**figures, "peak memory": students["peak_mib"], "threads": students["threads"]}
 
 
 @contextmanager
-def unpacked(args: argparse.Namespace) -> Iterator[str]:
-    """The folder of `--data`, or that of an archive's images; BadInput where there are fewer than `--images`."""
+def unpack(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the folder `--data`, an archive unpacked; BadInput if it has fewer training images than `--images`."""
     data = args.data
     with tempfile.TemporaryDirectory() as temporary:
         if data.is_file():
             with tarfile.open(data) as archive:
                 archive.extractall(temporary, filter="data")
             data = next(Path(temporary).iterdir())
-        if args.images > (there := len([*data.glob("train/*/*")])):
-            raise BadInput("images", args.images, f"at most {there}, the training images in {args.data}")
+        count = len([*data.glob("train/*/*")])
+        if args.images > count:
+            raise BadInput("images", args.images, f"at most {count}, the training images in {args.data}")
         yield str(data)
 
 
 def measure(args: argparse.Namespace) -> Measurement:
     """Measure both sides in turn, and the ratios of ours to the tutorial's."""
-    usual, passive = common.thread_variables(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
-    envs = {"tutorial": usual | (passive if args.wait_policy == "passive" else {}), "ours": passive | usual}
-    with unpacked(args) as folder:
+    variables, passive = common.thread_variables(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
+    envs = {"tutorial": variables | (passive if args.wait_policy == "passive" else {}), "ours": passive | variables}
+    with unpack(args) as folder:
         sizes = folder, args.images, args.epochs
         sides: Any = {"tutorial": partial(common.call_fresh, tutorial), "ours": ours}
         rivals = {name: partial(side, *sizes, env=envs[name]) for name, side in sides.items()}

@@ -34,13 +34,13 @@ from benchmarks.common import Measurement, Rivals, Target
 from harness.runs import environment
 from lab.studies.meters import Stamps
 from lab.studies.pipeline import Noise, Task
+from lab.studies.pipeline.cases import ONE_STAGE
 from lit_modules import nets
 from strategies import PipelineStrategy
 from strategies.base.stages import group_modules, sizes_by_cost
 from strategies.pipeline.cutting import seconds as layer_seconds
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
-ONE_STAGE = ("GPipe", "1F1B")  # schedules of one stage a rank
 MICROBATCHES = 8  # in which schedules are compared
 BOUND = 2 * MICROBATCHES / (MICROBATCHES + 1)  # on the speed-up, by the bubble
 WARMUP = 2  # steps
@@ -72,28 +72,28 @@ class Setting:
         print(f"layers of the stages: {self.sizes}", flush=True)
 
     def loader(self, rows: int, steps: int) -> Noise:
-        """So many steps of so many images."""
+        """Make a loader of so many steps of so many images."""
         return Noise(rows, self.shape, self.classes, steps, seed=0)
 
     def step_seconds(self, num_microbatches: int = 1, copies: int = 1, **settings: Any) -> float:
-        """Mean seconds of a step, with settings of the Trainer; `copies` fits share the batch."""
+        """Return the mean seconds of a step, with settings of the Trainer; `copies` fits share the batch."""
         loader = self.loader(self.batch // copies, WARMUP + self.steps)
         module = Task(copy.deepcopy(self.layers), num_microbatches)
         return mean(common.step_seconds(module, loader, self.steps, WARMUP, **settings))
 
     def alone(self, num_microbatches: int = 1, copies: int = 1, keep: bool = True) -> float:
-        """A step on one process, or of the slower of two that share the batch; `keep` as Clock has it."""
+        """Time a step on one process, or of the slower of two that share the batch; `keep` is `Clock`'s."""
         settings: dict[str, Any] = {"devices": 1, "keep": keep}
         return max(common.run_forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
 
     def pipelined(self, schedule: str, num_microbatches: int) -> float:
-        """A step on two; under a schedule of several stages a rank, cut by time in each fit."""
+        """Time a step on two ranks; each fit cuts by time under a schedule with several stages a rank."""
         balance: Any = self.sizes if schedule in ONE_STAGE else "time"
         strategy = PipelineStrategy(schedule, num_microbatches, balance=balance)  # type: ignore[arg-type]
         return self.step_seconds(devices=2, strategy=strategy)
 
     def bare(self) -> float:
-        """A step by torch's own 1F1B schedule and an optimizer, without Lightning."""
+        """Time a step of torch's own 1F1B schedule and an optimizer, without Lightning."""
 
         def seconds() -> float:
             environment.keep_memory()
@@ -118,10 +118,10 @@ class Setting:
 
 
 def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
-    """Seconds a step of each rival, and their ratios."""
-    same = {f"{name} {MICROBATCHES}": (name, MICROBATCHES) for name in args.schedules}
+    """Measure seconds a step of each rival."""
+    compared = {f"{name} {MICROBATCHES}": (name, MICROBATCHES) for name in args.schedules}
     last = args.schedules[-1]
-    pipelines = same | {f"{last} {count}": (last, count) for count in args.num_microbatches}
+    pipelines = compared | {f"{last} {count}": (last, count) for count in args.num_microbatches}
     rivals: Rivals = {
         "one": setting.alone,
         f"one {MICROBATCHES}": partial(setting.alone, MICROBATCHES),
@@ -131,19 +131,19 @@ def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
         "plain": partial(setting.alone, keep=False),
     }
     runs = common.take_turns(rivals, args.rounds, "s a step")
-    best, best_same = (min(chosen, key=lambda name: median(runs[name])) for chosen in (pipelines, same))
+    best, best_compared = (min(names, key=lambda name: median(runs[name])) for names in (pipelines, compared))
     ratios = {
         "split": common.over(runs["one"], runs["split"]),
-        "bound": [ratio / BOUND for ratio in common.over(runs[f"one {MICROBATCHES}"], runs[best_same])],
+        "bound": [ratio / BOUND for ratio in common.over(runs[f"one {MICROBATCHES}"], runs[best_compared])],
         "whole": common.over(runs["one"], runs[best]),
         "plain": common.over(runs["plain"], runs[best]),
         "halves": common.over(runs[best], runs["halves"]),
     }
-    return Measurement({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_same})
+    return Measurement({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_compared})
 
 
 def cost(setting: Setting, args: argparse.Namespace) -> Measurement:
-    """Seconds a step of the strategy and of the bare loop."""
+    """Measure seconds a step of the strategy and of the bare loop."""
     setting.steps = args.pairs
     rivals: Rivals = {"strategy": partial(setting.pipelined, "1F1B", MICROBATCHES), "bare": setting.bare}
     runs = common.take_turns(rivals, args.rounds, "s a step")
@@ -154,7 +154,7 @@ PARTS = {"fits": fits, "cost": cost}
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """All parts that were asked for."""
+    """Measure the parts in `--parts`."""
     common.one_thread()
     setting = Setting(args)
     return common.merge({name: PARTS[name](setting, args) for name in args.parts})

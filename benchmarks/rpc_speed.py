@@ -38,13 +38,13 @@ TARGETS = {
 
 
 def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
-    """The median step of a fit."""
+    """Return the median step of a fit."""
     module, data = LitClassifier(with_seed(0, NETS[net])), Noise(128, validation_size=0)
     return 1e3 * median(common.step_seconds(module, data, steps, 1, devices=devices, strategy=RIVALS[rival]()))
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Milliseconds a step of all rivals, net by net."""
+    """Measure milliseconds a step of all rivals, net by net."""
     common.one_thread()
     figures, ratios = Runs(), Runs()
     for net in args.nets:

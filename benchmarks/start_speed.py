@@ -28,47 +28,46 @@ TARGETS = {
 }
 
 
-def importing() -> float:
+def import_seconds() -> float:
     """Return the seconds of the import alone."""
     return common.seconds(partial(subprocess.run, [sys.executable, "-c", IMPORT], check=True))
 
 
-def refusal(name: str) -> float:
+def refusal_seconds(name: str) -> float:
     """Return the seconds until a wrong flag is refused."""
-    command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--nosuch", "1"]
     start = time.perf_counter()
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(common.command_line(name, "--nosuch", "1"), capture_output=True, text=True, check=False)
     assert process.returncode == 2, process.stderr
     return time.perf_counter() - start
 
 
-def first_batch(name: str) -> float:
+def first_batch_seconds(name: str) -> float:
     """Return the seconds until a fit has finished its first batch."""
     start = time.time()
     records = common.run_clocked(name, *FITS[name], "--trainer.logger", "false")
     return min(record["first"] for record in records.values()) - start
 
 
-def first_line(name: str) -> float:
+def first_line_seconds(name: str) -> float:
     """Return the seconds until a study prints its second line."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--out", f"{folder}/out"]
+        command = common.command_line(name, "--out", f"{folder}/out")
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
-            announced = process.stdout.readline(), process.stdout.readline()
+            lines = process.stdout.readline(), process.stdout.readline()
             seconds = time.perf_counter() - start
             process.terminate()
-        assert all(announced), f"{name}: expected two lines"
+        assert all(lines), f"{name}: expected two lines"
     return seconds
 
 
 def measure(args: argparse.Namespace) -> Measurement:
     """Measure all starts, in turn."""
-    rivals = {"import": importing}
-    rivals |= {f"{name}, refusal": partial(refusal, name) for name in args.only}
-    rivals |= {f"{name}, step": partial(first_batch, name) for name in args.only if name in FITS}
-    rivals |= {f"{name}, step": partial(first_line, name) for name in args.only if name in STUDIES}
+    rivals = {"import": import_seconds}
+    rivals |= {f"{name}, refusal": partial(refusal_seconds, name) for name in args.only}
+    rivals |= {f"{name}, step": partial(first_batch_seconds, name) for name in args.only if name in FITS}
+    rivals |= {f"{name}, step": partial(first_line_seconds, name) for name in args.only if name in STUDIES}
     runs = common.take_turns(rivals, args.rounds, "s")
     return Measurement(
         {"s": runs}, {name: common.over(runs[name], runs["import"]) for name in runs if name != "import"}

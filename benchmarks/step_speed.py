@@ -54,13 +54,13 @@ TARGETS = {
 }
 
 
-def made(name: str) -> nn.Module:
-    """The net, with the same weights for each rival."""
+def build_net(name: str) -> nn.Module:
+    """Build the net, with the same weights for each rival."""
     return with_seed(0, partial(NETS[name], Digits.input_shape))
 
 
 def batches() -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
-    """Makes passes over the training images as floats (b, 1, 8, 8) and labels (b,), whole batches by one index each."""
+    """Return a function that passes once over the training images as floats (b, 1, 8, 8) and labels (b,)."""
     data = Digits(validation_size=0)
     images, labels = data.samples("train", torch.arange(data.sizes["train"]))
 
@@ -72,8 +72,8 @@ def batches() -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
 
 
 def bare(name: str, steps: int) -> float:
-    """Milliseconds of a step of a bare loop."""
-    net, one_pass, stamps = made(name), batches(), Stamps(common.CPU)
+    """Measure milliseconds of a step of a bare loop."""
+    net, one_pass, stamps = build_net(name), batches(), Stamps(common.CPU)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(1 + (WARMUP + steps) // 10):
         for images, labels in one_pass():
@@ -92,31 +92,31 @@ class Least(LightningModule):
         self.net = net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """Adam."""
+        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def lightning(name: str, steps: int) -> float:
-    """Milliseconds of a step of the least module."""
+    """Measure milliseconds of a step of the least module."""
     pairs = list(batches()())
     stacked = TensorDataset(*(torch.stack(part) for part in zip(*pairs[:-1], strict=True)))  # an item is a batch
     loader = DataLoader(stacked, batch_size=None)
-    return 1e3 * median(common.step_seconds(Least(made(name)), loader, steps, WARMUP))
+    return 1e3 * median(common.step_seconds(Least(build_net(name)), loader, steps, WARMUP))
 
 
 def ours(name: str, steps: int) -> float:
-    """Milliseconds of a step of Distillation."""
-    students = {"ce": (made(name), CrossEntropy())}
-    module = Distillation(made("LightNN"), students, input_shape=Digits.input_shape)
+    """Measure milliseconds of a step of Distillation."""
+    students = {"ce": (build_net(name), CrossEntropy())}
+    module = Distillation(build_net("LightNN"), students, input_shape=Digits.input_shape)
     return 1e3 * median(common.step_seconds(module, Digits(batch_size=BATCH, validation_size=0), steps, WARMUP))
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """All rivals, in turn, for each net."""
+    """Measure all rivals, in turn, for each net."""
     common.one_thread()
     rivals = {"bare": bare, "lightning": lightning, "ours": ours}
     calls = {f"{net}, {side}": partial(call, net, args.steps) for net in NETS for side, call in rivals.items()}

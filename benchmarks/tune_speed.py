@@ -12,17 +12,15 @@ teacher's forward of a batch, single fits ask it for every setting, and a search
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Measurement, Target
-from benchmarks.zoo_speed import forward, measured
+from benchmarks.zoo_speed import forward, measure_forked
 
 SEED = 10_000  # of the search
 TARGETS = {
@@ -33,38 +31,33 @@ TARGETS = {
 
 
 def experiment(args: argparse.Namespace, out: Path, *flags: str) -> Path:
-    """Run kd.py on noise; its folder."""
+    """Run kd.py on noise; return its folder."""
     sizes = ["--data.batch_size", str(args.batch_size), "--teacher.depth", str(args.teacher), "--student.depth", "8"]
     nets = ["--data", "benchmarks.common.Noise", "--teacher", "ResNet", "--student", "ResNet", *sizes]
     options = ["--teacher_cache_mb", "0", "--trainer.logger", "false", "--out", str(out), *flags]
-    command = [sys.executable, str(common.ROOT / "experiments" / "kd.py"), *nets, *options]
+    command = common.command_line("kd", *nets, *options)
     process = subprocess.run(command, env=common.thread_variables(1), capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(process.stderr)
     return out
 
 
-def read(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text())
-
-
 def measure_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measure seconds of the search and of its settings, and the batches that needed no forward of the teacher."""
     search = ["--tune", str(args.settings), "--tune_seeds", "1", "--only", *args.only, "--seeds", "1"]
     run = experiment(args, folder / "run", *search, "--trainer.max_epochs", str(args.epochs))
-    results = read(run / "results.json")
+    results = json.loads((run / "results.json").read_text())
     tuning, cost = results["tuning"], results["tuning_cost"]
     teacher = run / "tuning" / f"seed{SEED}" / "teacher" / "weights.pt"
     alone = 0.0
     for method, entry in tuning.items():
         for number, setting in enumerate(entry["settings"]):
             options = setting["options"].items()
-            named = [(f"variants.{method}.{name}" if "." not in name else name, value) for name, value in options]
-            flags = [f"--{name}={value}" for name, value in named] + ["--trainer.max_epochs", str(setting["epochs"])]
+            flags = [f"--{name if '.' in name else f'variants.{method}.{name}'}={value}" for name, value in options]
+            flags += ["--trainer.max_epochs", str(setting["epochs"])]
             flags += ["--only", method, "--seeds", f"[{SEED}]", "--teacher_ckpt", str(teacher)]
             fit = experiment(args, folder / f"{method}{number}", *flags) / f"seed{SEED}" / "students.json"
-            alone += read(fit)["fit_seconds"]
+            alone += json.loads(fit.read_text())["fit_seconds"]
     saved = (cost["teacher_samples_alone"] - cost["teacher_samples"]) / args.batch_size
     return {"together": cost["fit_seconds"], "alone": alone, "saved": saved}
 
@@ -76,7 +69,7 @@ def measure(args: argparse.Namespace) -> Measurement:
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             seconds = measure_round(args, Path(folder))
-        rounds.append(seconds | {"teacher": measured(partial(forward, args))[0]})
+        rounds.append(seconds | {"teacher": measure_forked(partial(forward, args))[0]})
         print(*(f"{name} {value:.3f}" for name, value in rounds[-1].items()), flush=True)
     together, alone, saved, teacher = ([figures[name] for figures in rounds] for name in rounds[0])
     least = [a - s * t for a, s, t in zip(alone, saved, teacher, strict=True)]

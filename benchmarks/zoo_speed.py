@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,24 +37,24 @@ TARGETS = {
 
 
 def net(depth: int, seed: int) -> nn.Module:
-    """A ResNet for 32 x 32 images."""
+    """Build a ResNet for 32 x 32 images."""
     return with_seed(seed, lambda: ResNet(depth))
 
 
 def module(args: argparse.Namespace, methods: Mapping[str, str]) -> Distillation:
-    """Students of one net, each by a method."""
+    """Build a module with a student for each method; all have one net."""
     students = {name: (net(args.student, 0), getattr(objectives, method)()) for name, method in methods.items()}
     return Distillation(net(args.teacher, 1), students, teacher_cache_mb=0, samples=len(Noise().split("train").labels))
 
 
-def fitting(args: argparse.Namespace) -> dict[str, str]:
-    """Return the methods that fit the nets."""
+def pick_methods(args: argparse.Namespace) -> dict[str, str]:
+    """Return the methods of `--only` that fit the nets, or all that do."""
     methods = {}
     for name, method in zoo.methods(NAMES).items():
         try:
             module(args, {name: method})
-        except BadInput as fault:
-            print(f"without {name}: {fault}")
+        except BadInput as error:
+            print(f"without {name}: {error}")
         else:
             methods[name] = method
     if unknown := set(args.only or ()) - set(methods):
@@ -63,18 +62,15 @@ def fitting(args: argparse.Namespace) -> dict[str, str]:
     return {name: method for name, method in methods.items() if not args.only or name in args.only}
 
 
-def measured(make: Callable[[], Any]) -> list[float]:
-    """The median of what a fork measures, and its peak memory beyond that of an idle one, MiB."""
-
-    def child(_number: int) -> list[float]:
-        return [median(make()), common.peak_mib()]
-
-    ((found, peak),), ((_, idle),) = common.run_forked(child), common.run_forked(lambda _: [0.0, common.peak_mib()])
-    return [found, peak - idle]
+def measure_forked(seconds: Callable[[], list[float]]) -> list[float]:
+    """Return the median seconds in a fork, and its peak memory beyond that of an idle fork, MiB."""
+    ((middle, peak),) = common.run_forked(lambda _: [median(seconds()), common.peak_mib()])
+    (idle,) = common.run_forked(lambda _: common.peak_mib())
+    return [middle, peak - idle]
 
 
 def forward(args: argparse.Namespace) -> list[float]:
-    """Seconds of the teacher's forwards of a batch."""
+    """Time the teacher's forwards of a batch."""
     environment.keep_memory()  # as in the fits
     teacher, images = net(args.teacher, 1).eval(), torch.rand(args.batch_size, 3, 32, 32)
     teacher = teacher.to(memory_format=torch.channels_last)
@@ -83,32 +79,32 @@ def forward(args: argparse.Namespace) -> list[float]:
 
 
 def steps(args: argparse.Namespace, methods: Mapping[str, str]) -> list[float]:
-    """Seconds of the steps of one fit of these methods."""
+    """Time the steps of one fit of these methods."""
     return common.step_seconds(module(args, methods), Noise(batch_size=args.batch_size), args.steps)
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Rounds of single runs, of one pass, and of the teacher's forward."""
+    """Measure rounds of single runs, of one pass, and of the teacher's forward."""
     common.one_thread()
-    methods = fitting(args)
+    methods = pick_methods(args)
     rivals: dict[str, Callable[[], list[float]]] = {
-        TEACHER: partial(measured, partial(forward, args)),
-        **{name: partial(measured, partial(steps, args, {name: method})) for name, method in methods.items()},
-        ALL: partial(measured, partial(steps, args, methods)),
+        TEACHER: partial(measure_forked, partial(forward, args)),
+        **{name: partial(measure_forked, partial(steps, args, {name: method})) for name, method in methods.items()},
+        ALL: partial(measure_forked, partial(steps, args, methods)),
     }
     rounds = common.take_turns(rivals, args.rounds)
-    milliseconds: Runs = {name: [1e3 * found for found, _ in runs] for name, runs in rounds.items()}
+    milliseconds: Runs = {name: [1e3 * seconds for seconds, _ in runs] for name, runs in rounds.items()}
     mib: Runs = {name: [peak for _, peak in runs] for name, runs in rounds.items() if name != TEACHER}
-    taught = sum(getattr(objectives, method).uses_teacher for method in methods.values())
-    return Measurement({"ms": milliseconds, "MiB": mib}, ratios(milliseconds, mib, list(methods), taught))
+    num_taught = sum(getattr(objectives, method).uses_teacher for method in methods.values())
+    return Measurement({"ms": milliseconds, "MiB": mib}, ratios(milliseconds, mib, list(methods), num_taught))
 
 
-def ratios(milliseconds: Runs, mib: Runs, methods: Sequence[str], taught: int) -> Runs:
-    """The ratios of each round; `taught` methods use the teacher."""
+def ratios(milliseconds: Runs, mib: Runs, methods: Sequence[str], num_taught: int) -> Runs:
+    """Return the ratios of each round; `num_taught` methods use the teacher."""
     sums, peaks = (
         [sum(values) for values in zip(*(runs[name] for name in methods), strict=True)] for runs in (milliseconds, mib)
     )
-    least = [(total - (taught - 1) * t) / total for total, t in zip(sums, milliseconds[TEACHER], strict=True)]
+    least = [(total - (num_taught - 1) * t) / total for total, t in zip(sums, milliseconds[TEACHER], strict=True)]
     ratio, memory = common.over(milliseconds[ALL], sums), common.over(mib[ALL], peaks)
     return {"pass / runs": ratio, "least / runs": least, "pass / least": common.over(ratio, least), "memory": memory}
 

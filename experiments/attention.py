@@ -8,7 +8,7 @@
 
 The experiment of PyTorch's tutorial on scaled dot product attention, as a study: kernels by themselves, forward and
 backward; a block of self-attention, dense and jagged, eager and compiled; our layers beside torch's; the tutorial's own
-shapes beside the figures it prints; a profile of the causal block. What the machine can't run is listed with torch's
+shapes beside the figures it prints; a profile of the causal block. Lists what the machine can't run with torch's
 reason. OUT/ holds report.html, results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and
 compiled.
 """
@@ -30,16 +30,16 @@ from lab.studies.isolation import one_thread
 
 
 def parser() -> cli.Parser:
-    """The command line: parts, kernels, types and sizes."""
+    """Make the command line: parts, kernels, types and sizes."""
     return cli.Parser("attention.py", (__doc__ or "").split("\n", 1)[0], Options)
 
 
-def place(device: str) -> torch.device:
-    """The device to measure on; CUDA is initialised, so that the results have the GPU's name."""
+def pick_device(name: str) -> torch.device:
+    """Return the device to measure on; initialise CUDA, so that the results have the GPU's name."""
     available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise BadInput("device", device, "auto or cpu: torch sees no GPU here")
-    if device == "cpu" or not available:
+    if name == "cuda" and not available:
+        raise BadInput("device", name, "auto or cpu: torch sees no GPU here")
+    if name == "cpu" or not available:
         return torch.device("cpu")
     torch.cuda.init()
     return torch.device("cuda", torch.cuda.current_device())
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_thread() as threads, session("attention", parser(), argv) as run:
         run.announce()
         config = run.config
-        device = place(config.device)
+        device = pick_device(config.device)
         cases = all_cases(config, device.type)
         bench = Bench(device, config.seconds, threads)
         with run.folder():

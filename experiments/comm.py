@@ -37,21 +37,21 @@ NCCL = Backend("nccl", "cuda")
 
 
 def parser() -> cli.Parser:
-    """The command line: sizes, operations, backends; of the Trainer its devices."""
+    """Make the command line: sizes, operations, backends, and the Trainer's devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_trainer(strategies.NAMES, loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
     return parser
 
 
 def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
-    """The number of ranks, and the backends for their devices."""
+    """Return the number of ranks, and the backends for their devices."""
     if (strategy := trainer.init_args["strategy"]) != "auto":
-        shown = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
-        raise BadInput("trainer.strategy", shown, "it left out: --backends chooses what carries messages")
-    made = probe(trainer, "auto", dict.fromkeys([*DURATION, *UNUSED], "nothing is trained"))
-    if made.num_devices < 2:
-        raise BadInput("trainer.devices", made.num_devices, "at least 2: a message has two ends")
-    return made.num_devices, [NCCL, *BACKENDS] if made.strategy.root_device.type == "cuda" else BACKENDS
+        name = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
+        raise BadInput("trainer.strategy", name, "it left out: --backends chooses what carries messages")
+    probed = probe(trainer, "auto", dict.fromkeys([*DURATION, *UNUSED], "nothing is trained"))
+    if probed.num_devices < 2:
+        raise BadInput("trainer.devices", probed.num_devices, "at least 2: a message has two ends")
+    return probed.num_devices, [NCCL, *BACKENDS] if probed.strategy.root_device.type == "cuda" else BACKENDS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.announce()
         config = run.config
         size, backends = world(config.trainer)
-        known = {backend.name: backend for backend in backends}
-        cases = all_cases(size, [*cli.pick(known, config.backends, "backends").values()], config.only, config.sizes)
+        picked = cli.pick({backend.name: backend for backend in backends}, config.backends, "backends")
+        cases = all_cases(size, [*picked.values()], config.only, config.sizes)
         bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
         with run.folder():
             Study(run).run(bench, cases)

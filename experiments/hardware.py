@@ -55,7 +55,7 @@ class Options(cli.OneSeedOptions):
 
 
 def parser() -> cli.Parser:
-    """The command line: data, net, optimizer, trainer; the options of a chosen strategy are those of its row."""
+    """Make the command line: data, net, optimizer, trainer; a strategy's options are those of its row."""
     parser = cli.Parser("hardware.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
     parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
@@ -65,7 +65,7 @@ def parser() -> cli.Parser:
 
 
 def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = False) -> LitClassifier:
-    """The module, with the same first weights in every row."""
+    """Build the module, with the same first weights in every row."""
     net = make_net(config, "net", config.seeds[0], data.net_arguments)
     net = nn.DataParallel(net) if split else net
     return LitClassifier(net, data.num_classes, **learner_options(config, data), seed=config.seeds[0])
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.announce()
         config = run.config
         cases = Cases(config.trainer, config.exact)
-        picked, skipped = cases.picked(config.only)
+        picked, skipped = cases.pick(config.only)
         data = load_data(config)
         data.order_seed = config.seeds[0]
         for devices in (1, cases.devices):
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with nets.any_kernel(net):
             nets.check_fits(net, data.example, (data.num_classes,))
         nets.check_same_start(classifier(config, data).net, classifier(config, data).net)
-        picked, unsuited = cases.suited(picked, classifier(config, data), config.only)
+        picked, unsuited = cases.pick_for_module(picked, classifier(config, data), config.only)
         accumulate = config.trainer.init_args["accumulate_grad_batches"]
         make = partial(classifier, config, data)
         bench = Bench(make, data, config.steps, accumulate, usual_threads(data.input_shape, threads))

@@ -41,7 +41,7 @@ TWO = ("cuda:0", "cuda:1")  # devices of one process
 
 
 def parser() -> cli.Parser:
-    """The command line: sizes, net, trainer; the options of the pipeline strategy are those of its rows."""
+    """Make the command line: sizes, net, trainer; the pipeline strategy's options are those of its rows."""
     parser = cli.Parser("pipeline.py", (__doc__ or "").split("\n", 1)[0], Options)
     resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
     parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
@@ -52,7 +52,7 @@ def parser() -> cli.Parser:
 
 
 def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> Cut | None:
-    """The cut after a layer; None where the tutorial's layer is meant and the net has none of that name."""
+    """Return the cut after the layer at `path`; None for the tutorial's layer where the net has none of that name."""
     if path is None or (path == TUTORIALS_CUT and path not in dict(net.named_modules())):
         return None
     try:
@@ -65,7 +65,7 @@ def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> 
 
 
 def module(layers: list[nn.Module], case: Case) -> Task:
-    """A case's module, with the same first weights in every case."""
+    """Build a case's module, with the same first weights in every case."""
     layers = copy.deepcopy(layers)
     if case.kind == "inside":
         balance = case.cut and case.cut.balance

@@ -1,4 +1,4 @@
-"""Trainers for the cases of a study, and fits in processes of their own: one device is measured as a rank is."""
+"""Makes Trainers for the cases of a study, and runs fits in processes of their own, as ranks are."""
 
 import multiprocessing
 import tempfile
@@ -25,11 +25,11 @@ TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a
 DURATION = (
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
 )  # fmt: skip
-SHOWN = ("enable_model_summary", "enable_progress_bar", "profiler")
+DISPLAY = ("enable_model_summary", "enable_progress_bar", "profiler")
 EVALUATION = ("val_check_interval", "limit_test_batches")
 # Options of the Trainer that do nothing where rows are timed: most are refused by `probe`.
 IDLE = (
-    *DURATION, *SHOWN, *EVALUATION, "num_nodes", "num_sanity_val_steps", "check_val_every_n_epoch",
+    *DURATION, *DISPLAY, *EVALUATION, "num_nodes", "num_sanity_val_steps", "check_val_every_n_epoch",
     "log_every_n_steps", "logger",
 )  # fmt: skip
 CHANGING = EarlyStopping, Timer, LearningRateFinder, BatchSizeFinder  # training or its length
@@ -41,7 +41,7 @@ QUIET = {
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Inside, torch computes with one thread, as OpenMP's do not survive a fork; yields the number outside."""
+    """Limit torch to one thread, as OpenMP's threads do not survive a fork; yield the number outside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[int]:
 
 
 def usual_threads(input_shape: Sequence[int], threads: int) -> int:
-    """How many of these threads an experiment on one device would use for such images."""
+    """Return how many of these threads an experiment on one device uses for such images."""
     torch.set_num_threads(threads)  # starts none
     environment.limit_threads(input_shape)
     usual = torch.get_num_threads()
@@ -61,9 +61,9 @@ def usual_threads(input_shape: Sequence[int], threads: int) -> int:
 
 @contextmanager
 def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
-    """When the block raises, processes started in it end too, killed after some seconds.
+    """Kill processes that the block started if it raises, and they have not ended after `patience` seconds.
 
-    A rank inside a collective hears no signal, and this process would wait for it at exit.
+    A rank inside a collective receives no signal, and this process would wait for it at exit.
     """
     before = set(multiprocessing.active_children())
     try:
@@ -81,15 +81,17 @@ def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
 
 
 def can_fork() -> bool:
-    """Whether a process forked from this one can train on any device."""
+    """Return whether a process forked from this one can train on any device."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
 def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads, if this one has kept to one; without fork, here.
+    """Call the function in a forked process with so many threads; where fork is missing, in this process.
+
+    This process has used one thread alone, see `one_thread`.
 
     Raises:
-        ProcessRaisedException: the function raised its `__cause__`.
+        ProcessRaisedException: the function raised; its error is the `__cause__`.
     """
     if not can_fork():
         function()
@@ -111,7 +113,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:
-    """Fit in processes that end with it, one by itself with so many threads; a `Stoppable` lets a signal end it."""
+    """Fit in processes that end with the fit; one device alone uses so many threads. Signals need a `Stoppable`."""
     with children_end_with_block(), signals.defer_signals():
         if trainer.strategy.launcher is None:
             call_isolated(fit, threads)
@@ -121,7 +123,7 @@ def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> N
 
 
 class Stoppable(Callback):
-    """Ends the fit at the next batch once the user wants to stop: there no rank waits for another."""
+    """Ends the fit at the next batch after a signal: there no rank waits for another."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over signals, now that Lightning has set its handlers."""
@@ -134,21 +136,22 @@ class Stoppable(Callback):
 
 
 def default_devices() -> int | str:
-    """All GPUs, or two processes where there are none."""
+    """Return all GPUs, or two processes where there are none."""
     return "auto" if torch.cuda.is_available() else 2
 
 
 def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, one: bool = False) -> MakeTrainer:
-    """Makes Trainers with the user's settings and this strategy; `one`: on the first device alone.
+    """Return a function that makes Trainers with the user's settings and this strategy.
 
-    Ranks are forked if the strategy may choose: on GPUs it would start this script again in each.
+    `one` takes the first device alone. Forks ranks if the strategy may choose: on GPUs it would start this script
+    again in each rank.
     """
     if isinstance(strategy, cli.Choice) and strategy.init_args.get("start_method") == "auto" and can_fork():
         strategy = replace(strategy, init_args=strategy.init_args | {"start_method": "fork"})
     settings = {**trainer.init_args, "strategy": strategy}
     if one:
-        chosen = settings["devices"]
-        settings["devices"] = chosen[:1] if isinstance(chosen, list) else 1
+        devices = settings["devices"]
+        settings["devices"] = devices[:1] if isinstance(devices, list) else 1
 
     def make(**kwargs: Any) -> Trainer:
         return trainer_factory(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
@@ -156,22 +159,30 @@ def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, 
     return make
 
 
-def probe(trainer: cli.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
-    """A Trainer with this strategy; BadInput if it has options to be `left_out`, or ranks that are not forked here."""
-    others = {
+def probe(choice: cli.Choice, strategy: Any, left_out: Mapping[str, str]) -> Trainer:
+    """Make a Trainer with this strategy, to read its devices.
+
+    Raises:
+        BadInput: the user sets an option in `left_out`, which says why not, or ranks are not forked here.
+    """
+    reasons = {
+        **left_out,
         **dict.fromkeys(EVALUATION, "rows are trained only"),
-        **dict.fromkeys(SHOWN, "fits that are timed show nothing of it"),
+        **dict.fromkeys(DISPLAY, "fits that are timed show nothing of it"),
     }
-    for key, reason in {**left_out, **others}.items():
-        if (value := trainer.init_args[key]) not in (None, False, -1):  # it may have no hash
+    for key, reason in reasons.items():
+        if (value := choice.init_args[key]) not in (None, False, -1):  # it may have no hash
             raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
-    made = with_strategy(trainer, strategy)()
-    callbacks: list[Any] = made.callbacks  # type: ignore[attr-defined]
-    if found := [type(callback).__name__ for callback in callbacks if isinstance(callback, CHANGING)]:
-        raise BadInput("trainer.callbacks", found[0], "one that changes nothing; all rows are trained alike")
-    if made.num_nodes > 1:
-        raise BadInput("trainer.num_nodes", made.num_nodes, "1: one machine is measured")
-    environment = getattr(made.strategy, "cluster_environment", None)
+    trainer = with_strategy(choice, strategy)()
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, CHANGING):
+            expected = "one that changes nothing; all rows are trained alike"
+            raise BadInput("trainer.callbacks", type(callback).__name__, expected)
+    if trainer.num_nodes > 1:
+        raise BadInput("trainer.num_nodes", trainer.num_nodes, "1: one machine is measured")
+    environment = getattr(trainer.strategy, "cluster_environment", None)
     if environment is not None and environment.creates_processes_externally:
-        raise BadInput("trainer.devices", made.num_devices, "a start without torchrun or srun: ranks are forked here")
-    return made
+        expected = "a start without torchrun or srun: ranks are forked here"
+        raise BadInput("trainer.devices", trainer.num_devices, expected)
+    return trainer

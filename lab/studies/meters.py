@@ -28,20 +28,20 @@ TCP_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info, s
 
 
 class Stamps:
-    """Moments, and the seconds between them; on a GPU its own clock, so that nothing waits for it."""
+    """Marks moments and returns the seconds between them; reads a GPU's clock, so that marking waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
         self._moments: list[Any] = []
 
     def mark(self) -> None:
-        """Note this moment."""
+        """Record this moment."""
         self._moments.append(torch.cuda.Event(enable_timing=True) if self._gpu else time.perf_counter())
         if self._gpu:
             self._moments[-1].record()
 
     def seconds(self) -> list[float]:
-        """From each moment to the next."""
+        """Return the seconds from each moment to the next."""
         if self._gpu:
             torch.cuda.synchronize()
             return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._moments)]
@@ -49,10 +49,10 @@ class Stamps:
 
 
 class PeakMemory:
-    """The growth of memory from here on to its peak.
+    """Measures how much memory grows from here on to its peak.
 
-    On a GPU that of torch's allocator. On Linux that of the process's resident memory without pages of files: a fork
-    has not read the libraries' code yet, which is no cost of training.
+    Reads torch's allocator on a GPU. Reads the process's resident memory on Linux, without pages of files: a fork has
+    not read the libraries' code yet, and that is no cost of training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,25 +65,25 @@ class PeakMemory:
             ctypes.CDLL(None).malloc_trim(0)  # freed pages that glibc keeps would be filled without any growth
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
-            self._start = _status()["RssAnon"]
+            self._start = _read_status()["RssAnon"]
 
     def bytes(self) -> int | None:
-        """The peak so far; None where it is unknown."""
+        """Return the peak so far; None where it is unknown."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
         if not LINUX:
             return None
-        now = _status()
+        now = _read_status()
         return max(now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._start, 0)
 
 
-def _status() -> dict[str, int]:
-    found = re.findall(r"(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return {name: 2**10 * int(size) for name, size in found}
+def _read_status() -> dict[str, int]:
+    lines = re.findall(r"(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return {name: 2**10 * int(size) for name, size in lines}
 
 
 def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of parameters, gradients and optimizer state that this rank holds; of a sharded tensor its own shard."""
+    """Count bytes of parameters, gradients and optimizer state on this rank; a sharded tensor counts with its shard."""
     tensors: list[Any] = [x for p in module.parameters() for x in (p, p.grad)]
     for optimizer in optimizers:
         tensors += [x for state in optimizer.state.values() for x in state.values()]
@@ -92,19 +92,19 @@ def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
 
 
 def sent_bytes() -> int | None:
-    """Acknowledged payload in bytes of this process's TCP connections, as the kernel counts it.
+    """Return the acknowledged payload of this process's TCP connections in bytes, as the kernel counts it.
 
-    0 outside of a process group; None where ranks talk through something else (NCCL), or off Linux.
+    Returns 0 outside of a process group; None with a backend other than TCP, such as NCCL, or off Linux.
     """
     if not dist.is_initialized():
         return 0
     if not LINUX or dist.get_backend() not in OVER_TCP:
         return None
-    return sum(_acked(int(name)) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
+    return sum(_acknowledged_bytes(int(name)) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
 
 
-def _acked(descriptor: int) -> int:
-    with suppress(OSError):  # it was closed meanwhile, or speaks no TCP
+def _acknowledged_bytes(descriptor: int) -> int:
+    with suppress(OSError):  # the descriptor was closed meanwhile, or is no TCP socket
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 300)
@@ -115,10 +115,10 @@ def _acked(descriptor: int) -> int:
 class Overlap:
     """Profiles this rank until `share` is called.
 
-    A collective is under way from its call to its last byte, so waiting for a slower rank is part of it. The hidden
-    share is the time in which one was under way while this rank computed (on CPU: an operator of torch ran in it; on a
-    GPU: a kernel other than NCCL's), over the time in which one was under way: Holistic Trace Analysis' communication
-    computation overlap. That both may slow each other down is not in it.
+    A collective lasts from its call to its last byte, including the wait for a slower rank. The hidden share is the
+    time in which a collective runs while this rank computes, over the time in which a collective runs: Holistic Trace
+    Analysis' communication computation overlap. On a CPU this rank computes while an operator of torch runs, on a GPU
+    while a kernel other than NCCL's runs. The share leaves out that both may slow each other down.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Overlap:
         self._profile.start()
 
     def share(self) -> float | None:
-        """The hidden share; None without communication."""
+        """Return the hidden share; None without communication."""
         if self._gpu:
             torch.cuda.synchronize()
         self._profile.stop()
@@ -139,25 +139,29 @@ class Overlap:
             events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
             events = [event for event in events if not event.name.startswith(("Mem", "nccl:", "##"))]
             backends, operators = ("nccl",), ""
-        spans: dict[bool, Spans] = {True: [], False: []}  # of communication, of computation
+        communication: Spans = []
+        computation: Spans = []
         for event in events:
-            if (sends := event.name.startswith(backends)) or event.name.startswith(operators):
-                spans[sends].append((event.time_range.start, event.time_range.end))
-        return hidden_share(spans[True], spans[False])
+            span = event.time_range.start, event.time_range.end
+            if event.name.startswith(backends):
+                communication.append(span)
+            elif event.name.startswith(operators):
+                computation.append(span)
+        return hidden_share(communication, computation)
 
 
 def hidden_share(communication: Spans, computation: Spans) -> float | None:
-    """Time of both at once over that of communication; the spans of each may overlap among themselves."""
-    total = _covered(communication)
+    """Divide the time of both at once by the time of communication; spans of one kind may overlap."""
+    total = _seconds_covered(communication)
     if not total:
         return None
     # |A and B| = |A| + |B| - |A or B|, but for rounding
-    both = total + _covered(computation) - _covered([*communication, *computation])
+    both = total + _seconds_covered(computation) - _seconds_covered([*communication, *computation])
     return min(max(both / total, 0.0), 1.0)
 
 
-def _covered(spans: Spans) -> float:
-    """The time within at least one of the spans."""
+def _seconds_covered(spans: Spans) -> float:
+    """Return the time within at least one of the spans."""
     total, until = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)

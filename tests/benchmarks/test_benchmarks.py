@@ -127,9 +127,9 @@ def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> 
     assert min(steps.values()) > [0]
     data = gpt_speed.text(path)
     sizes = gpt_speed.BLOCK, gpt_speed.LAYERS, gpt_speed.HEADS, gpt_speed.WIDTH
-    plain, ours = gpt_speed.PlainGPT(data.num_classes), gpt_speed.net_of(data, *sizes)
+    plain, ours = gpt_speed.PlainGPT(data.num_classes), gpt_speed.build_net(data, *sizes)
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
-    x, y = gpt_speed.slices(gpt_speed.written(data, tmp_path))
+    x, y = gpt_speed.slices(gpt_speed.write_tokens(data, tmp_path))
     assert x.shape == y.shape == (12, 64)
     assert torch.equal(x[:, 1:], y[:, :-1])
     every = steps | {"compiled": [1.0], "bfloat16": [1.0]}

@@ -10,7 +10,7 @@ import torch
 from experiments import attention
 from lab.studies.attention import Case, all_cases
 from lab.studies.attention.cases import LAYERS, PARTS, half_padded, tutorials_lengths
-from lab.studies.attention.measure import block, call, fused
+from lab.studies.attention.measure import block, find_kernel, open_call
 from lab.studies.attention.report import kernels, refusals
 
 CPU = torch.device("cpu")
@@ -56,13 +56,13 @@ def test_operations_of_a_block() -> None:
 @pytest.mark.parametrize("block", [False, True])
 def test_what_is_called_has_the_gradients_of_everything(block: bool) -> None:
     row = Case("kernels", "float32", 2, 8, 2, 4, block=block, backward=True)
-    with call(row, CPU) as called:
-        gradients = called()
+    with open_call(row, CPU) as call:
+        gradients = call()
         assert [tuple(x.shape) for x in gradients] == (
             [(2, 8, 8), (24, 8), (24,), (8, 8), (8,)] if block else [(2, 2, 8, 4)] * 3
         )
         assert all(x.abs().sum() > 0 for x in gradients)
-        for again, x in zip(called(), gradients, strict=True):
+        for again, x in zip(call(), gradients, strict=True):
             assert torch.equal(again, x)
 
 
@@ -90,21 +90,21 @@ def test_a_layer_and_torchs_are_one_function(ours: str, other: str, bias: bool) 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_are_called_with_the_gradients_of_everything(layer: str) -> None:
     row = Case("layers", "float32", 2, 8, 2, 4, block=True, causal=False, layer=layer, backward=True)
-    with call(row, CPU) as called:
-        assert all(x.abs().sum() > 0 for x in called())
+    with open_call(row, CPU) as call:
+        assert all(x.abs().sum() > 0 for x in call())
 
 
 def test_dropout_of_the_tutorials_block_is_off() -> None:
     row = Case("tutorial", "float32", 2, 8, 2, 4, block=True, dropout=0.9)
-    with call(row, CPU) as called:
-        assert torch.equal(called(), called())
+    with open_call(row, CPU) as call:
+        assert torch.equal(call(), call())
 
 
 def test_the_fused_kernel_is_told_by_its_name() -> None:
-    assert fused(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
-    assert fused(["aten::_efficient_attention_forward"]) == "efficient"
-    assert fused(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
-    assert fused(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
+    assert find_kernel(["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"]) == "flash"
+    assert find_kernel(["aten::_efficient_attention_forward"]) == "efficient"
+    assert find_kernel(["aten::_scaled_dot_product_cudnn_attention"]) == "cudnn"
+    assert find_kernel(["aten::_scaled_dot_product_attention_math", "aten::bmm"]) == "math"
 
 
 def test_tables_name_the_fastest_and_group_refusals() -> None:

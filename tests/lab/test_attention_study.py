@@ -173,12 +173,12 @@ ONLY = [*QUICK, "--parts", "kernels", "--lengths", "16"]
 
 def with_math(monkeypatch: pytest.MonkeyPatch, instead: Callable[[], object]) -> None:
     """Rows of the math kernel do something else."""
-    whole = Bench._outcome
+    whole = Bench._measure_call
 
     def row(self: Bench, row: Case, folder: Path) -> Any:
         return instead() if row.backend == "math" else whole(self, row, folder)
 
-    monkeypatch.setattr(Bench, "_outcome", row)
+    monkeypatch.setattr(Bench, "_measure_call", row)
 
 
 def test_a_row_that_fails_costs_no_other(
@@ -246,7 +246,7 @@ def test_peak_memory_is_that_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("slow", "times"), [(1.0, 5), (0.001, 3)])
 def test_a_call_is_timed_several_times(slow: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SLOW", slow)
-    facts = Bench(CPU, 0.001, 1)._timed(lambda: time.sleep(0.01), 1.0)
+    facts = Bench(CPU, 0.001, 1)._time(lambda: time.sleep(0.01), 1.0)
     assert times <= facts["times"] < times + 2
 
 

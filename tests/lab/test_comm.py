@@ -17,7 +17,7 @@ from experiments import comm
 from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Case, all_cases
 from lab.studies.comm.operations import OPERATIONS, Member
-from lab.studies.comm.report import every, picture, table, words
+from lab.studies.comm.report import all_rows, binary_size, picture, table
 from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
 from tests.processes import Run
@@ -208,7 +208,7 @@ def every_case_is_correct_and_can_be_wrong() -> None:
             continue
         member = Member(torchs, members, members.index(dist.get_rank()), torch.device("cpu"))
         for name, operation in OPERATIONS.items():
-            x, y = operation.tensors(member, 12 if operation.sized else 0)
+            x, y = operation.tensors(member, 12 if operation.sends else 0)
             operation.bind(member, x, y)()
             assert operation.is_correct(member, x, y), name
             if operation.receives(member):
@@ -233,7 +233,7 @@ def test_rows_of_any_number_of_ranks() -> None:
     assert {row.ranks for row in found} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
     assert {row.operation for row in found if row.backend == whole} == {"all_reduce_max"}
     assert {row.ranks for row in all_cases(2, [gloo], None, [64]) if row.group == "sub-group"} == {(0, 1)}
-    assert [words(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
+    assert [binary_size(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
 
 @pytest.mark.drawn
@@ -253,6 +253,6 @@ def test_a_table_compares_with_gloo() -> None:
     shown = table(found)
     assert shown.header == ["operation", "group", "µs: gloo", "ring", "GB/s: gloo", "ring"]
     assert shown.rows == [["broadcast", "world", "10.0", "20.0", "2.62", "1.75"]]
-    assert [line[-1] for line in every(found).rows] == ["—", "—", "2.00 x", "1.50 x"]
+    assert [line[-1] for line in all_rows(found).rows] == ["—", "—", "2.00 x", "1.50 x"]
     assert table([]).rows == []
     assert picture([]).startswith(b"\x89PNG")

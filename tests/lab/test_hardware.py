@@ -240,7 +240,7 @@ def test_a_strategy_is_timed_in_whole_periods() -> None:
 def test_rows_are_all_strategies_that_fit() -> None:
     command = hardware.parser()
     config = command.parse(["--trainer.devices", "4"])
-    found, skipped = Cases(config.trainer, config.exact).picked(None)
+    found, skipped = Cases(config.trainer, config.exact).pick(None)
     names = [row.name for row in found]
     assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
     assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
@@ -253,19 +253,19 @@ def test_rows_are_all_strategies_that_fit() -> None:
 def test_a_net_that_has_no_plan_is_not_computed_by_several_ranks() -> None:
     config = hardware.parser().parse(["--trainer.devices", "4"])
     cases = Cases(config.trainer, config.exact)
-    found, _ = cases.picked(None)
-    left, unsuited = cases.suited(found, classifier(), None)
+    found, _ = cases.pick(None)
+    left, unsuited = cases.pick_for_module(found, classifier(), None)
     assert [*unsuited] == ["tensor_parallel"] == [case.name for case in found if case not in left]
     assert "expected a net with tensor_parallel_plan()" in unsuited["tensor_parallel"]
-    assert cases.suited(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
+    assert cases.pick_for_module(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
     with pytest.raises(BadInput, match="only tensor_parallel: expected a strategy that can train this net: mesh"):
-        cases.suited(found, classifier(), ["tensor_parallel"])
+        cases.pick_for_module(found, classifier(), ["tensor_parallel"])
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU
 def test_the_scaled_precision_leaves_exact_rows_out() -> None:
     config = hardware.parser().parse(["--trainer.devices", "2", "--trainer.precision", "16-mixed"])
-    _, skipped = Cases(config.trainer, config.exact).picked(None)
+    _, skipped = Cases(config.trainer, config.exact).pick(None)
     assert "16-mixed" in skipped["ddp-exact"]
 
 

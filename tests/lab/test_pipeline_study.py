@@ -19,7 +19,8 @@ from experiments import pipeline
 from harness.runs.quiet import quiet
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from lab.studies.pipeline.cases import bubble_bound
-from lab.studies.pipeline.report import idle, table
+from lab.studies.pipeline.measure import Event
+from lab.studies.pipeline.report import idle_share, table
 from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
 from tests.processes import Run
@@ -119,7 +120,8 @@ def test_the_timeline_is_one_of_a_pipeline(run: Path) -> None:
             mine = sorted(event[4:] for event in timeline["events"] if event[0] == rank)
             assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(mine))
     assert kept["split after stage1"]["sizes"] == [2, 3]
-    assert idle(kept["split after stage1"]["events"]) >= 0.5 - 1e-6  # one computes at a time
+    events = [Event(*event) for event in kept["split after stage1"]["events"]]
+    assert idle_share(events) >= 0.5 - 1e-6  # one computes at a time
 
 
 def test_it_ends_with_what_to_take(run: Path) -> None:

@@ -22,7 +22,7 @@ PEAK = (
 class Study(study.Study[Row]):
     """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
 
-    A block whose products of matrices alone take longer than `longest` seconds is left out.
+    Leaves out a block whose products of matrices alone take longer than `longest` seconds.
     """
 
     files = "report.html, results.md, .json, *.png, trace_*.json"
@@ -33,7 +33,7 @@ class Study(study.Study[Row]):
         self.left_out: dict[str, str] = {}
 
     def line(self, row: Row) -> str:
-        """The case and its speed."""
+        """Return the case and its speed."""
         if row["refused"]:
             result = "refused"
         elif row["part"] == "matmul":
@@ -47,22 +47,21 @@ class Study(study.Study[Row]):
         bench.prepare(case for case in cases if case.name not in self.rows)
         calls: dict[str, Callable[[], Row | None]] = {}
 
-        def add_products(part: Sequence[Case], when: str) -> None:
-            for dtype in dict.fromkeys(case.dtype for case in part):
+        def add_products(part_cases: Sequence[Case], when: str) -> None:
+            for dtype in dict.fromkeys(case.dtype for case in part_cases):
                 name = PRODUCTS.format(dtype=dtype, when=when)
                 calls[name] = partial(bench.products, name, dtype)
 
         for part in dict.fromkeys(case.part for case in cases):
-            mine = [case for case in cases if case.part == part]
-            add_products(mine, f"before {part}")
-            calls |= {case.name: partial(self._measured, bench, case) for case in mine}
+            part_cases = [case for case in cases if case.part == part]
+            add_products(part_cases, f"before {part}")
+            calls |= {case.name: partial(self._measure_case, bench, case) for case in part_cases}
         add_products(cases, "at the end")
         self.measure(calls)
-        rows = self.write(calls)
-        self.finish(report(self.header, rows, self.missing(self.left_out)))
+        self.finish(report(self.header, self.write(calls), self.missing(self.left_out)))
 
-    def _measured(self, bench: Bench, case: Case) -> Row | None:
-        """The row; None of a case that takes too long."""
+    def _measure_case(self, bench: Bench, case: Case) -> Row | None:
+        """Return the case's row; None where it takes too long."""
         product = self.rows.get(PRODUCTS.format(dtype=case.dtype, when=f"before {case.part}"))
         limit = 1e12 * product["tflops_per_second"] * self.longest if product else math.inf
         if case.part in {"blocks", "layers"} and case.projections > limit:
@@ -72,13 +71,13 @@ class Study(study.Study[Row]):
         return bench.measure(case, self.out)
 
     def write(self, order: Iterable[str]) -> list[Row]:
-        """Write results.json with the peaks, and in each row its share of the peak as known so far."""
+        """Write results.json with the peaks, and in each row its share of the peak so far."""
         peaks: dict[str, float] = {}
         for row in self.rows.values():
             if row["part"] == "matmul":
                 peaks[row["dtype"]] = max(peaks.get(row["dtype"], 0.0), row["tflops_per_second"])
         for row in self.rows.values():
-            known = row["dtype"] in peaks and row["refused"] is None
-            row["share_of_peak"] = row["tflops_per_second"] / peaks[row["dtype"]] if known else None
+            has_share = row["dtype"] in peaks and row["refused"] is None
+            row["share_of_peak"] = row["tflops_per_second"] / peaks[row["dtype"]] if has_share else None
         self.header["peak"] = {"is": PEAK, "tflops_per_second": peaks}
         return super().write(order)

@@ -3,7 +3,7 @@
 import math
 import random
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -98,40 +98,40 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The row's name: `kernels: flash, float32, 4 x 512, forward`, or in a block `jagged eager` for the kernel."""
+        """Return the row's name: `kernels: flash, float32, 4 x 512, forward`; a block has `jagged eager`."""
         layout, mode = "dense" if self.lengths is None else "jagged", "compiled" if self.compiled else "eager"
         what = f"{self.layer or layout} {mode}" if self.block else self.backend
         return f"{self.part}: {what}, {self.dtype}, {self.batch} x {self.length}, {self.direction}"
 
     @property
     def direction(self) -> str:
-        """`forward`, `forward + backward`."""
+        """Return `forward` or `forward + backward`."""
         return "forward + backward" if self.backward else "forward"
 
     @property
     def width(self) -> int:
-        """Width of all heads together."""
+        """Return the width of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of a call, padding counted.
+        """Count floating-point operations of a call, with padding.
 
-        Of attention as FlashAttention-2 counts them (Dao 2023, section 4.1): 4 T² D, half of it if causal, and 2.5
-        times as many backward.
+        Attention has 4 T² D, half of it if causal, and 2.5 times as many backward (FlashAttention-2, Dao 2023, section
+        4.1).
         """
         attention = 4 * self.width * sum(n * n for n in self.tokens) / (2 if self.causal else 1)
         return (3.5 * attention if self.backward else attention) + self.projections
 
     @property
     def projections(self) -> float:
-        """Operations of the block's products with its matrices: 8 T D², with an MLP 24 T D²; twice as many backward."""
+        """Count operations of the block's projections: 8 T D², with an MLP 24 T D²; twice as many backward."""
         forward = (24 if self.layer in WITH_MLP else 8) * self.width**2 * sum(self.tokens) if self.block else 0
         return 3 * forward if self.backward else forward
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of each text, padding counted."""
+        """Return the tokens of each text, with padding."""
         return self.lengths or (self.length,) * self.batch
 
 
@@ -143,36 +143,35 @@ SIZES = {
 
 
 def all_cases(options: Namespace, device: str) -> list[Case]:
-    """All cases for a kind of device, cpu or cuda, in the order of the tables."""
+    """Return all cases for a kind of device, cpu or cuda, in the order of the tables."""
     lengths, block_lengths, tokens, tutorials_dtype = SIZES[device]
     parts = cli.pick(dict.fromkeys(PARTS), options.parts, "parts")
     backends = cli.pick(dict.fromkeys(BACKENDS), options.backends, "backends")
     dtypes = cli.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
 
-    def sized(part: str, dtype: str, length: int, backward: bool) -> Case:
-        batch = max((options.tokens or tokens) // length, 1)
-        return Case(part, dtype, batch, length, options.heads, options.head_dim, backward=backward)
+    def cases_of(part: str, lengths: Sequence[int]) -> Iterator[Case]:
+        for dtype, backward, length in product(dtypes, (False, True), lengths):
+            batch = max((options.tokens or tokens) // length, 1)
+            yield Case(part, dtype, batch, length, options.heads, options.head_dim, backward=backward)
 
     # The causal block in the size that the tutorial profiles
     size = (2, 16, 2, 8) if options.quick else (32, 256, 8, 64)
     profiled = Case("profile", tutorials_dtype, *size, block=True, bias=False)
-    found = {
+    cases = {
         "kernels": [
-            replace(sized("kernels", dtype, length, backward), backend=backend)
-            for dtype, backward, length in product(dtypes, (False, True), options.lengths or lengths)
+            replace(case, backend=backend)
+            for case in cases_of("kernels", options.lengths or lengths)
             for backend in backends
         ],
         "blocks": [  # without a mask: on a CPU torch has no kernel for jagged texts with one
             replace(case, block=True, causal=False, compiled=compiled, lengths=texts)
-            for dtype, backward, length in product(dtypes, (False, True), options.block_lengths or block_lengths)
-            for case in [sized("blocks", dtype, length, backward)]
-            for texts in (None, half_padded(case.batch, length))
+            for case in cases_of("blocks", options.block_lengths or block_lengths)
+            for texts in (None, half_padded(case.batch, case.length))
             for compiled in (False, True)
         ],
         "layers": [
             replace(case, block=True, causal=False, compiled=compiled, layer=layer)
-            for dtype, backward, length in product(dtypes, (False, True), options.block_lengths or block_lengths)
-            for case in [sized("layers", dtype, length, backward)]
+            for case in cases_of("layers", options.block_lengths or block_lengths)
             for layer in LAYERS
             for compiled in (False, True)
         ],
@@ -181,11 +180,11 @@ def all_cases(options: Namespace, device: str) -> list[Case]:
         ],
         "profile": [profiled, replace(profiled, compiled=True)],
     }
-    return [case for part in parts for case in found[part]]
+    return [case for part in parts for case in cases[part]]
 
 
 def tutorial(dtype: str, seed: int) -> list[Case]:
-    """The shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
+    """Return the shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
     published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
     kernel = Case("tutorial", dtype, 32, 1024, 32, 32, causal=False)
     block = Case("tutorial", dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
@@ -200,15 +199,15 @@ def tutorial(dtype: str, seed: int) -> list[Case]:
 
 
 def half_padded(batch: int, length: int) -> tuple[int, ...]:
-    """Lengths of texts, evenly from 1 to the longest, so that half of the padded batch is padding; half of one text."""
+    """Return lengths evenly from 1 to `length`, so that half of the batch is padding; half of it for a single text."""
     if batch == 1:
         return (-(-length // 2),)
     return tuple(round(1 + (length - 1) * i / (batch - 1)) for i in range(batch))
 
 
 def tutorials_lengths(batch: int, length: int, seed: int) -> tuple[int, ...]:
-    """Of texts as the tutorial draws them: length · (1 - N(0.5, 0.01)), and one of full length."""
-    draw = random.Random(seed)
-    lengths = [int(length * (1 - draw.gauss(0.5, 0.01))) for _ in range(batch)]
-    lengths[draw.randrange(batch)] = length
+    """Draw lengths as the tutorial does: length · (1 - N(0.5, 0.01)), and one of full length."""
+    generator = random.Random(seed)
+    lengths = [int(length * (1 - generator.gauss(0.5, 0.01))) for _ in range(batch)]
+    lengths[generator.randrange(batch)] = length
     return tuple(lengths)

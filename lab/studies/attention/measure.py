@@ -33,11 +33,11 @@ LONG = 3  # times the seconds of a row: products of matrices that take longer ar
 TIMES, SLOW, TIMES_IF_SLOW = 5, 1.0, 3  # times taken of a call at least; seconds of one that is slow
 CALLS, HEAVIEST = 25, 10  # as the tutorial profiles
 FUSED = ("flash", "efficient", "cudnn")
-LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they tell what the compiler misses: a GPU
+LOGGERS = ("torch._inductor", "torch.fx", "torch.utils.cpp_extension")  # they warn that there is no GPU
 
 
 class Operator(TypedDict):
-    """An operator of a profiled call, its figures a call."""
+    """An operator of a profiled call; figures are per call."""
 
     operator: str
     microseconds: float
@@ -45,24 +45,8 @@ class Operator(TypedDict):
     share: float
 
 
-class Timing(TypedDict):
-    """How long a call takes."""
-
-    microseconds: float
-    iqr_microseconds: float
-    times: int
-    tflops_per_second: float
-    threads: int
-
-
-class Product(Timing):
-    """How long a product of two square matrices of so many rows takes."""
-
-    matrix: int
-
-
 class Outcome(TypedDict, total=False):
-    """What a call has shown: why torch refuses it, or its figures."""
+    """Figures of a call, or why torch refuses it."""
 
     refused: str | None
     kernel: str
@@ -72,11 +56,15 @@ class Outcome(TypedDict, total=False):
     times: int
     tflops_per_second: float
     threads: int
+    matrix: int  # rows of the square matrices of a product
     operators: list[Operator]  # of a profiled call
 
 
 class Row(Outcome, total=False):
-    """A measured case with its fields, or a product of matrices, which has few of them."""
+    """A measured case, or a product of matrices. A case has all fields of `Case`; those that the report reads are here.
+
+    A product has a name, a part and a dtype.
+    """
 
     name: str
     part: str
@@ -86,17 +74,10 @@ class Row(Outcome, total=False):
     heads: int
     head_dim: int
     block: bool
-    layer: str
     backend: str
-    causal: bool
     backward: bool
-    compiled: bool
-    lengths: list[int] | None
-    bias: bool
-    dropout: float
     tutorial_us: float | None
     direction: str
-    matrix: int
     share_of_peak: float | None
 
 
@@ -113,51 +94,50 @@ class Bench:
 
     @staticmethod
     def prepare(cases: Iterable[Case]) -> None:
-        """Load what takes time once, not in the process of every case."""
+        """Import slow modules once, not in the process of every case."""
         with silence(*LOGGERS):
             importlib.import_module("torch.utils.benchmark")
             if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
 
     def measure(self, case: Case, folder: Path) -> Row:
-        """Measure a case and return its row; a Chrome trace goes into the folder."""
+        """Measure a case and return its row; write the Chrome trace of a profiled one into the folder."""
         row: Any = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
-        return {**row, **self._isolated(partial(self._outcome, case, folder))}
+        return {**row, **self._run_isolated(partial(self._measure_call, case, folder))}
 
     def products(self, name: str, dtype: str) -> Row:
-        """The row of this name for the fastest product of two square matrices of the type, by TFLOP/s."""
-        fastest = self._isolated(partial(self._matrices, dtype))
+        """Return a row for the product of two square matrices of the type that reaches most TFLOP/s."""
+        fastest = self._run_isolated(partial(self._fastest_product, dtype))
         return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **fastest}
 
-    def _isolated(self, measured: Callable[[], T]) -> T:
+    def _run_isolated(self, function: Callable[[], T]) -> T:
         if self.device.type == "cuda" or not can_fork():
             gc.collect()
-            return measured()
+            return function()
         with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "facts.json"
+            file = Path(folder) / "result.json"
 
             def write() -> None:
                 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
-                write_json(file, measured())
+                write_json(file, function())
 
             call_isolated(write, self.threads)
             return json.loads(file.read_text())
 
     # In a process of its own
 
-    def _outcome(self, case: Case, folder: Path) -> Outcome:
+    def _measure_call(self, case: Case, folder: Path) -> Outcome:
         try:
-            with silence(*LOGGERS), call(case, self.device) as called:
+            with silence(*LOGGERS), open_call(case, self.device) as call:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
-                    called()  # the first call, in which a compiler takes memory, too
-                kernel_used = fused([event.key for event in profiler.key_averages()])
+                    call()  # the first call, in which a compiler takes memory, too
+                kernel = find_kernel([event.key for event in profiler.key_averages()])
                 memory = PeakMemory(self.device)
-                called()
+                call()
                 peak = memory.bytes()
-                timing = self._timed(called, case.operations)
-                outcome: Outcome = {"kernel": kernel_used, "peak_bytes": peak, **timing}
+                outcome: Outcome = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
                 if case.part == "profile":
-                    outcome["operators"] = self._profiled(called, case, folder)
+                    outcome["operators"] = self._profile(call, case, folder)
                 return outcome
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
@@ -170,12 +150,12 @@ class Bench:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
-    def _timed(self, called: Call, operations: float) -> Timing:
-        # Loaded here, as it looks for a CUDA compiler, and tells if there is none
+    def _time(self, call: Call, operations: float) -> Outcome:
+        # Imported here, as it looks for a CUDA compiler, and prints if there is none
         from torch.utils.benchmark import Measurement, Timer
 
-        timer = Timer("call()", globals={"call": called}, num_threads=torch.get_num_threads())
-        # Not blocked_autorange: for each time that it takes it may call a hundred times, however long a call is.
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        # Not blocked_autorange, which may call a hundred times for one time, however long a call is
         first = timer.timeit(1)
         times = TIMES_IF_SLOW if first.median > SLOW else TIMES
         number = max(round(self.seconds / times / first.median), 1)
@@ -188,22 +168,22 @@ class Bench:
             "threads": torch.get_num_threads(),
         }
 
-    def _matrices(self, dtype: str) -> Product:
-        products: list[Product] = []
+    def _fastest_product(self, dtype: str) -> Outcome:
+        products: list[Outcome] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
-            products.append({"matrix": n, **self._timed(partial(torch.mm, a, b), 2 * n**3)})
+            products.append({"matrix": n, **self._time(partial(torch.mm, a, b), 2 * n**3)})
             if 8 * products[-1]["microseconds"] > 1e6 * LONG * self.seconds:  # what the next would take
                 break
         return max(products, key=lambda product: product["tflops_per_second"])
 
-    def _profiled(self, called: Call, case: Case, folder: Path) -> list[Operator]:
-        """The operators that take longest by themselves, over some calls, whose Chrome trace is written."""
+    def _profile(self, call: Call, case: Case, folder: Path) -> list[Operator]:
+        """Profile some calls, write their Chrome trace, and return the operators that take longest by themselves."""
         on_gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities, acc_events=True) as profiler:
             for _ in range(CALLS):
-                called()
+                call()
             if on_gpu:
                 torch.cuda.synchronize()
         with atomic(folder / f"trace_{'compiled' if case.compiled else 'eager'}.json") as path:
@@ -213,21 +193,21 @@ class Bench:
             for event in profiler.key_averages()
             if not on_gpu or event.device_type == DeviceType.CUDA
         ]
-        whole = sum(time for time, _, _ in times)
+        total = sum(time for time, _, _ in times)
         return [
-            {"operator": key, "microseconds": time / CALLS, "calls": count / CALLS, "share": time / whole}
+            {"operator": key, "microseconds": time / CALLS, "calls": count / CALLS, "share": time / total}
             for time, count, key in sorted(times, reverse=True)[:HEAVIEST]
         ]
 
 
-def fused(operators: Sequence[str]) -> str:
-    """The fused kernel among these operators, or `math`, which is made of others."""
+def find_kernel(operators: Sequence[str]) -> str:
+    """Return the fused kernel among these operators, or `math`, which consists of others."""
     return next((name for name in FUSED for key in operators if f"{name}_attention" in key), "math")
 
 
 @contextmanager
-def call(case: Case, device: torch.device) -> Iterator[Call]:
-    """A case's call on noise, to be called inside the block."""
+def open_call(case: Case, device: torch.device) -> Iterator[Call]:
+    """Yield a case's call on noise, for use inside the block."""
 
     def noise(*shape: int) -> Tensor:  # drawn on the CPU in float32, the same for all types and devices
         return torch.randn(*shape).to(device, getattr(torch, case.dtype))
@@ -235,26 +215,26 @@ def call(case: Case, device: torch.device) -> Iterator[Call]:
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(case.backward):
         torch.default_generator.manual_seed(0)
         if case.block:
-            yield _block(case, noise)
+            yield _block_call(case, noise)
             return
-        # Queries, keys, values, and the gradient of what comes out: (B, heads, T, D / heads)
-        *drawn, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
-        heads = query, key, value = [x.requires_grad_(case.backward) for x in drawn]
-        with use_kernel(case.backend, *heads, None, 0.0, case.causal):
+        # Queries, keys, values, and the gradient of the output: (B, heads, T, D / heads)
+        query, key, value, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
+        inputs = [x.requires_grad_(case.backward) for x in (query, key, value)]
+        with use_kernel(case.backend, query, key, value, None, 0.0, case.causal):
             forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
-            yield (lambda: torch.autograd.grad(forward(), heads, grad)) if case.backward else forward
+            yield (lambda: torch.autograd.grad(forward(), inputs, grad)) if case.backward else forward
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch's module as one of tokens (B, T, D) alone."""
+    """torch's module as self-attention: one input (B, T, D)."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, T, D)."""
+        """(B, T, D) -> (B, T, D)."""
         return super().forward(x, x, x, need_weights=False)[0]
 
 
 def block(case: Case) -> nn.Module:
-    """The case's block of attention: ours, or torch's of the same function."""
+    """Build the case's block of attention: ours, or torch's of the same function."""
     width, heads, bias = case.width, case.heads, case.bias
     backend: Any = case.backend
     if case.layer == "MultiheadAttention":
@@ -266,7 +246,7 @@ def block(case: Case) -> nn.Module:
     return Block(attention, dropout=case.dropout, bias=bias) if case.layer == "Block" else attention
 
 
-def _block(case: Case, noise: Callable[..., Tensor]) -> Call:
+def _block_call(case: Case, noise: Callable[..., Tensor]) -> Call:
     module = block(case)
     x = noise(sum(case.tokens), case.width)  # of all texts, (B · T, D)
     module = module.to(x).train(case.backward)

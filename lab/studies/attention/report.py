@@ -51,36 +51,35 @@ IMAGES = {
 
 def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
-    noted, said, peak = notes(rows, missing), peaks(header, rows), header["peak"]["tflops_per_second"]
-    of = grouped(rows, lambda row: row["part"])
-    ran = grouped((row for row in rows if row["refused"] is None), lambda row: row["part"])
-    make = {
+    by_part = group_by(rows, lambda row: row["part"])
+    ran = group_by((row for row in rows if row["refused"] is None), lambda row: row["part"])
+    functions = {
         "kernels": (KERNELS, kernels),
         "blocks": (BLOCKS, blocks),
         "layers": (LAYERS, blocks),
         "tutorial": (TUTORIAL, tutorial),
     }
-    found = [(note, table(of[part])) for part, (note, table) in make.items() if part in ran]
-    found += [(OPERATORS.format(what=what(row)), operators(row)) for row in ran.get("profile", ())]
-    draw = {"kernels": draw_kernels, "blocks": draw_blocks}
-    drawn = [part for part in draw if part in ran]
-    pngs = {f"{part}.png": draw[part](ran[part], peak) for part in drawn}
-    text: list[Part] = [said, *(part for note, table in found for part in (table, note)), *noted]
-    page: list[Part] = [said, *(part for pair in found for part in pair), *noted]
-    page += [*(IMAGES[part] for part in drawn), "## All rows", every(rows)]
-    return Report(machine(header), text, page, pngs)
+    tables = [(note, table(by_part[part])) for part, (note, table) in functions.items() if part in ran]
+    tables += [(OPERATORS.format(what=kind_of(row)), operators(row)) for row in ran.get("profile", ())]
+    peaks = header["peak"]["tflops_per_second"]
+    pictures = {part: draw(ran[part], peaks) for part, draw in PICTURES.items() if part in ran}
+    first, last = describe_peaks(header, rows), notes(rows, missing)
+    text: list[Part] = [first, *(part for note, table in tables for part in (table, note)), *last]
+    page: list[Part] = [first, *(part for pair in tables for part in pair), *last]
+    page += [*(IMAGES[part] for part in pictures), "## All rows", all_rows(rows)]
+    return Report(machine(header), text, page, {f"{part}.png": png for part, png in pictures.items()})
 
 
-def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The values of each key, in order."""
+def group_by(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the values of each key, in order."""
     groups: dict[K, list[T]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
 
 
-def what(row: Row) -> str:
-    """`flash`, `dense compiled`, `jagged eager`."""
+def kind_of(row: Row) -> str:
+    """Return a name's middle: `flash`, `dense compiled`, `jagged eager`."""
     return row["name"].partition(": ")[2].partition(",")[0]
 
 
@@ -88,12 +87,12 @@ def what(row: Row) -> str:
 
 
 def kernels(rows: Sequence[Row]) -> Table:
-    """A line for a type, a direction and a length; a column a kernel that ran at all."""
+    """Make a table with a line for a type, a direction and a length, and a column for a kernel that ran at all."""
     backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "pass", "texts", f"µs: {backends[0]}", *backends[1:], "fastest", "TFLOP/s", "share, %"]
     body = []
-    for line, mine in grouped(rows, _line).items():
-        if ran := {row["backend"]: row for row in mine if row["refused"] is None}:
+    for line, line_rows in group_by(rows, _line).items():
+        if ran := {row["backend"]: row for row in line_rows if row["refused"] is None}:
             best = min(ran.values(), key=lambda row: row["microseconds"])
             cells = [_microseconds(ran.get(name), name == "auto") for name in backends]
             cells += [best["kernel"], short(best["tflops_per_second"]), percent(best["share_of_peak"])]
@@ -112,19 +111,19 @@ def _microseconds(row: Row | None, with_kernel: bool = False) -> str:
 
 
 def blocks(rows: Sequence[Row]) -> Table:
-    """A line for a type, a direction and a length; a column for dense and jagged or a layer, eager and compiled."""
-    kinds = list(dict.fromkeys(what(row) for row in rows))
+    """Make a table with a line for a type, a direction and a length, and a column for a layout or layer and a mode."""
+    kinds = list(dict.fromkeys(kind_of(row) for row in rows))
     body = []
-    for line, mine in grouped(rows, _line).items():
-        found = {what(row): row for row in mine}
-        body.append([*line, *(_microseconds(found.get(kind), with_kernel=True) for kind in kinds)])
+    for line, line_rows in group_by(rows, _line).items():
+        by_kind = {kind_of(row): row for row in line_rows}
+        body.append([*line, *(_microseconds(by_kind.get(kind), with_kernel=True) for kind in kinds)])
     return Table(["type", "pass", "texts", f"µs: {kinds[0]}", *kinds[1:]], body, left=3)
 
 
 def tutorial(rows: Sequence[Row]) -> Table:
-    """A line a row, with the tutorial's figure."""
+    """Make a table with a line for each row, and the tutorial's figure."""
     cells = {
-        "row": lambda r: f"{'block' if r['block'] else 'kernel'} {r['heads']} x {r['head_dim']}, {what(r)}",
+        "row": lambda r: f"{'block' if r['block'] else 'kernel'} {r['heads']} x {r['head_dim']}, {kind_of(r)}",
         "texts": lambda row: f"{row['batch']} x {row['length']}",
         "type": lambda row: row["dtype"],
         "kernel": lambda row: row.get("kernel", NONE),
@@ -143,18 +142,18 @@ REACHED: dict[str, Callable[[Row], str]] = {
 
 
 def operators(row: Row) -> Table:
-    """The heaviest operators of a profiled row."""
+    """Make a table of the heaviest operators of a profiled row."""
     cells = {
-        "operator": lambda each: each["operator"],
-        "µs": lambda each: short(each["microseconds"]),
-        "times": lambda each: short(each["calls"]),
-        "share, %": lambda each: f"{100 * each['share']:.1f}",
+        "operator": lambda operator: operator["operator"],
+        "µs": lambda operator: short(operator["microseconds"]),
+        "times": lambda operator: short(operator["calls"]),
+        "share, %": lambda operator: f"{100 * operator['share']:.1f}",
     }
     return columns(cells, row["operators"])
 
 
-def every(rows: Sequence[Row]) -> Table:
-    """A line a row that ran."""
+def all_rows(rows: Sequence[Row]) -> Table:
+    """Make a table with a line for each row that ran."""
     cells = {
         "row": lambda row: row["name"],
         "kernel": lambda row: row["kernel"],
@@ -168,32 +167,34 @@ def every(rows: Sequence[Row]) -> Table:
 # Notes
 
 
-def peaks(header: StudyHeader, rows: Iterable[Row]) -> str:
-    """The peak of each type, and how it was found."""
+def describe_peaks(header: StudyHeader, rows: Sequence[Row]) -> str:
+    """State the peak of each type, and how it was measured."""
     lines = []
     products = [row for row in rows if row["part"] == "matmul"]
     for dtype, peak in header["peak"]["tflops_per_second"].items():
-        reached = {row["tflops_per_second"]: row["matrix"] for row in products if row["dtype"] == dtype}
-        size = f"{reached[peak]} x {reached[peak]}"
-        lines.append(f"{short(peak)} in {dtype} ({size}, the best of {len(reached)} from {short(min(reached))} on)")
+        matrices = {row["tflops_per_second"]: row["matrix"] for row in products if row["dtype"] == dtype}
+        size = f"{matrices[peak]} x {matrices[peak]}"
+        lines.append(f"{short(peak)} in {dtype} ({size}, the best of {len(matrices)} from {short(min(matrices))} on)")
     return f"Peak in TFLOP/s: {join_words(lines) or NONE}; {header['peak']['is']}."
 
 
 def notes(rows: Sequence[Row], missing: Mapping[str, str]) -> list[str]:
-    """How operations are counted; what torch refuses here; what was left out or failed."""
+    """State how operations are counted, what torch refuses here, and what was left out or failed."""
     above = [ABOVE] if any((row.get("share_of_peak") or 0) > 1 for row in rows) else []
-    absent = [f"{'; '.join(names)}: {why}." for why, names in grouped(missing, missing.__getitem__).items()]
+    absent = [f"{'; '.join(names)}: {why}." for why, names in group_by(missing, missing.__getitem__).items()]
     return [COUNTED, *above, *refusals(rows), *absent]
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """What torch refuses, a line a reason."""
+    """State what torch refuses, in a line for each reason."""
     lines = []
-    for reason, refused in grouped((row for row in rows if row["refused"]), lambda row: row["refused"] or "").items():
-        kinds = join_words(list(dict.fromkeys(f"{row['part']}: {what(row)}" for row in refused)))
+    for reason, refused in group_by(rows, lambda row: row["refused"]).items():
+        if not reason:
+            continue
+        kinds = join_words(list(dict.fromkeys(f"{row['part']}: {kind_of(row)}" for row in refused)))
         dtypes = join_words(list(dict.fromkeys(row["dtype"] for row in refused)))
-        named = f"{kinds} in {dtypes}, {len(refused)} rows" if len(refused) > 1 else refused[0]["name"]
-        lines.append(f"Not run: {named}: {reason.rstrip('.')}.")
+        cases = f"{kinds} in {dtypes}, {len(refused)} rows" if len(refused) > 1 else refused[0]["name"]
+        lines.append(f"Not run: {cases}: {reason.rstrip('.')}.")
     return lines
 
 
@@ -201,19 +202,21 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 
 
 def draw_kernels(rows: Sequence[Row], peaks: Mapping[str, float]) -> bytes:
-    """A PNG: TFLOP/s against length, a panel a type and direction, a line a kernel; dashed the product of matrices."""
+    """Draw TFLOP/s against length: a panel for a type and direction, a line for a kernel, dashed the peak."""
     names = list(dict.fromkeys(row["backend"] for row in rows))
-    with figure() as (drawn, png):
-        for axes, dtype, mine in _panels(drawn, rows, "tokens of a text", "TFLOP/s"):
+    with figure() as (canvas, png):
+        for axes, dtype, panel_rows in _panels(canvas, rows, "tokens of a text", "TFLOP/s"):
             for number, name in enumerate(names):
-                points = sorted((row["length"], row["tflops_per_second"]) for row in mine if row["backend"] == name)
+                points = sorted(
+                    (row["length"], row["tflops_per_second"]) for row in panel_rows if row["backend"] == name
+                )
                 if points:
-                    # auto lies on the line of the kernel that it takes: it is drawn wide and pale beneath
+                    # Wide and pale: auto lies on the line of the kernel that it takes
                     look: dict[str, Any] = {"linewidth": 5, "alpha": 0.3} if name == "auto" else {"linewidth": 1.2}
                     axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", markersize=3, label=name, **look)
             if dtype in peaks:
                 axes.axhline(peaks[dtype], color=GREY, linestyle="--", linewidth=1, label="product of matrices")
-            lengths = sorted({row["length"] for row in mine})
+            lengths = sorted({row["length"] for row in panel_rows})
             axes.set_xscale("log")
             axes.set_xticks(lengths, [str(length) for length in lengths], fontsize=7)
             axes.minorticks_off()
@@ -222,24 +225,28 @@ def draw_kernels(rows: Sequence[Row], peaks: Mapping[str, float]) -> bytes:
 
 
 def draw_blocks(rows: Sequence[Row], _peaks: Mapping[str, float]) -> bytes:
-    """A PNG: µs a call, a panel a type and direction, at each length a bar for dense and jagged, eager and compiled."""
-    kinds = list(dict.fromkeys(what(row) for row in rows))
-    with figure() as (drawn, png):
-        for axes, _, mine in _panels(drawn, rows, "tokens of the longest text", "µs"):
-            lengths = sorted({row["length"] for row in mine})
+    """Draw µs a call: a panel for a type and direction, at each length a bar for each layout and mode."""
+    kinds = list(dict.fromkeys(kind_of(row) for row in rows))
+    with figure() as (canvas, png):
+        for axes, _, panel_rows in _panels(canvas, rows, "tokens of the longest text", "µs"):
+            lengths = sorted({row["length"] for row in panel_rows})
             for number, kind in enumerate(kinds):
-                bars = [(lengths.index(row["length"]), row["microseconds"]) for row in mine if what(row) == kind]
-                places = [place + BAR * (number - (len(kinds) - 1) / 2) for place, _ in bars]
-                axes.bar(places, [time for _, time in bars], width=BAR, color=f"C{number}", label=kind)
+                bars = [row for row in panel_rows if kind_of(row) == kind]
+                shift = BAR * (number - (len(kinds) - 1) / 2)
+                places = [lengths.index(row["length"]) + shift for row in bars]
+                axes.bar(places, [row["microseconds"] for row in bars], width=BAR, color=f"C{number}", label=kind)
             axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=7)
     return png.getvalue()
 
 
-def _panels(drawn: "Figure", rows: Sequence[Row], xlabel: str, ylabel: str) -> Iterator[tuple["Axes", str, list[Row]]]:
-    """A panel for each type and direction, with its rows; then the legend."""
+PICTURES = {"kernels": draw_kernels, "blocks": draw_blocks}
+
+
+def _panels(canvas: "Figure", rows: Sequence[Row], xlabel: str, ylabel: str) -> Iterator[tuple["Axes", str, list[Row]]]:
+    """Yield a panel for each type and direction, with its rows; then draw the legend."""
     dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
-    drawn.set_size_inches(4.2 * len(dtypes), 3 * len(directions))
-    grid = drawn.subplots(len(directions), len(dtypes), squeeze=False)
+    canvas.set_size_inches(4.2 * len(dtypes), 3 * len(directions))
+    grid = canvas.subplots(len(directions), len(dtypes), squeeze=False)
     for line, direction in zip(grid, directions, strict=True):
         for axes, dtype in zip(line, dtypes, strict=True):
             axes.set_title(f"{dtype}, {direction}")
@@ -247,4 +254,4 @@ def _panels(drawn: "Figure", rows: Sequence[Row], xlabel: str, ylabel: str) -> I
             axes.set_ylabel(ylabel, fontsize=8)
             yield axes, dtype, [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
     handles, labels = grid[0][0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+    canvas.legend(handles, labels, loc="outside upper right", ncols=len(labels))

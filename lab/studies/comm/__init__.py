@@ -15,7 +15,7 @@ class Study(study.Study[Row]):
     """Measures the cases of each backend in one go; rows are named by `name`."""
 
     def line(self, row: Row) -> str:
-        """The case and its latency."""
+        """Return the case and its latency."""
         return f"{row['name']:52} {row['latency_us']:12,.1f} µs"
 
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:
@@ -30,15 +30,15 @@ class Study(study.Study[Row]):
         self.finish(report(self.header, rows, notes), failed=bool(wrong))
 
     def _measure(self, bench: Bench, backend: Backend, missing: Sequence[Case]) -> None:
-        """Measure until all are there or one fails; the others then need new ranks."""
-        under_way = [case.name for case in missing]  # all of them, until the ranks have met
+        """Measure until all are done or one fails; the rest then needs new ranks."""
+        running = [case.name for case in missing]  # all of them, until the ranks have met
         try:
             for row in bench.measure(backend, missing):
                 if row is not None:
                     self.keep(row["name"], row, self.rows)
-                under_way = [case.name for case in missing if not self.has(case.name)][:1]
+                running = [case.name for case in missing if not self.has(case.name)][:1]
         except Exception as error:  # whatever it is: other cases don't depend on it
             signals.stop_if_requested()
-            if not under_way:
+            if not running:
                 raise
-            self.fail(error, *under_way)
+            self.fail(error, *running)

@@ -1,4 +1,4 @@
-"""The cases of the study: a backend, an operation, a group and a size each; and the options that choose them."""
+"""The cases of the study, each a backend, an operation, a group and a size; and the options that choose them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,11 +53,11 @@ class Options(cli.OneSeedOptions):
 
 @dataclass(frozen=True)
 class Backend:
-    """One of torch's backends, by torch's name of it, and the kind of device its tensors are on."""
+    """One of torch's backends by torch's name, and the kind of device of its tensors."""
 
     name: str
     device: str = "cpu"
-    only_all_reduce: bool = False  # where it is another backend in everything else
+    only_all_reduce: bool = False  # whether all other operations are another backend's
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class Case:
     count: int  # numbers in the largest buffer; 0 where nothing is sent
 
     @property
-    def of(self) -> Operation:
-        """The operation."""
+    def definition(self) -> Operation:
+        """Return the operation."""
         return OPERATIONS[self.operation]
 
     @property
     def size(self) -> int:
-        """Bytes of the largest buffer."""
+        """Return the bytes of the largest buffer."""
         return ITEM * self.count
 
     @property
     def name(self) -> str:
-        """The row's name, such as `gloo broadcast, world, 1,024 B`."""
+        """Return the row's name, such as `gloo broadcast, world, 1,024 B`."""
         size = f", {self.size:,} B" if self.count else ""
         return f"{self.backend.name} {self.operation}, {self.group}{size}"
 
@@ -90,7 +90,7 @@ class Case:
 def all_cases(
     world_size: int, backends: Sequence[Backend], operations: Sequence[str] | None, sizes: Sequence[int]
 ) -> list[Case]:
-    """All cases for 2 ranks or more; each buffer has at least `sizes` bytes, in whole numbers for every rank."""
+    """Return all cases for 2 ranks or more; a largest buffer has at least `sizes` bytes and as many for every rank."""
     # With two ranks the sub-group is a second group of both: other connections, the same work.
     groups = {WORLD: tuple(range(world_size)), SUB: tuple(range(max(2, world_size - 1)))}
     return [
@@ -99,5 +99,5 @@ def all_cases(
         for name, operation in cli.pick(OPERATIONS, operations).items()
         if operation.reduces_all or not backend.only_all_reduce
         for group, ranks in groups.items()
-        for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sized for size in sizes)
+        for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sends for size in sizes)
     ]

@@ -21,7 +21,7 @@ from lab.studies.comm.operations import Member
 from lab.studies.isolation import can_fork, children_end_with_block
 
 WARMUP = 2  # calls: the first makes connections
-MOST = 200  # calls in a block
+MAX_CALLS = 200  # calls in a block
 
 
 class Row(TypedDict):
@@ -50,13 +50,13 @@ class Bench:
     block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
 
     def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Row | None]:
-        """None once the ranks have met, then each case's row as soon as it is there; raises what ends a rank."""
+        """Yield None once the ranks have met, then each case's row when it is measured; raise what ends a rank."""
         context = multiprocessing.get_context("fork" if can_fork() else "spawn")
         receiver, sender = context.Pipe(duplex=False)
         with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
-            call = (self, backend, cases, str(Path(folder) / "store"), sender)
+            args = self, backend, cases, str(Path(folder) / "store"), sender
             method: Any = context.get_start_method()
-            ranks: Any = start_processes(_rank, args=call, nprocs=self.world_size, join=False, start_method=method)
+            ranks: Any = start_processes(_rank, args=args, nprocs=self.world_size, join=False, start_method=method)
             for _ in range(1 + len(cases)):
                 while not receiver.poll(0.02):
                     if ranks.join(timeout=0) and not receiver.poll():
@@ -88,14 +88,14 @@ def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], stor
     for case in cases:
         member = members.get(case.group)
         timings: list[Any] = [None] * bench.world_size
-        dist.all_gather_object(timings, None if member is None else timed(case, member, bench))
+        dist.all_gather_object(timings, None if member is None else time_case(case, member, bench))
         if rank == 0:
             sender.send(_row(case, [timing for timing in timings if timing is not None]))
     dist.destroy_process_group()
 
 
 def _row(case: Case, members: Sequence[tuple[bool, list[float]]]) -> Row:
-    """Make the row of what `timed` has returned on all members."""
+    """Make the row from what `time_case` returns on all members."""
     blocks = [max(block) for block in zip(*(seconds for _, seconds in members), strict=True)]
     seconds = statistics.median(blocks)
     algorithm = case.size / seconds / 1e9 if case.count else None
@@ -110,28 +110,28 @@ def _row(case: Case, members: Sequence[tuple[bool, list[float]]]) -> Row:
         "seconds": blocks,
         "latency_us": 1e6 * seconds,
         "algorithm_gb_per_s": algorithm,
-        "bus_gb_per_s": None if algorithm is None else algorithm * case.of.bus(len(case.ranks)),
+        "bus_gb_per_s": None if algorithm is None else algorithm * case.definition.bus(len(case.ranks)),
     }
 
 
-def timed(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
-    """Whether a first call's result is correct; seconds a call, of each block."""
-    operation = case.of
+def time_case(case: Case, member: Member, bench: Bench) -> tuple[bool, list[float]]:
+    """Return whether a first call's result is correct, and the seconds a call of each block."""
+    operation = case.definition
     x, y = operation.tensors(member, case.count)
     run = operation.bind(member, x, y)
     run()
     correct = operation.is_correct(member, x, y)
-    for each in (x, y):
-        each.zero_()  # what is summed up over and over stays finite
+    for buffer in (x, y):
+        buffer.zero_()  # sums of sums stay finite
     for _ in range(WARMUP):
         run()
-    calls = [int(min(max(bench.block / block(run, member, 1) * operation.trips, 1), MOST))]
+    calls = [int(min(max(bench.block / time_block(run, member, 1) * operation.trips, 1), MAX_CALLS))]
     dist.broadcast_object_list(calls, member.ranks[0], member.group)
-    return correct, [block(run, member, calls[0]) / calls[0] / operation.trips for _ in range(bench.repeats)]
+    return correct, [time_block(run, member, calls[0]) / calls[0] / operation.trips for _ in range(bench.repeats)]
 
 
-def block(run: Callable[[], object], member: Member, calls: int) -> float:
-    """Seconds of so many calls in a row, from the moment at which all ranks are there."""
+def time_block(run: Callable[[], object], member: Member, calls: int) -> float:
+    """Return the seconds of so many calls in a row, after a barrier."""
     cuda = member.device.type == "cuda"
     dist.barrier(member.group)
     if cuda:

@@ -1,6 +1,6 @@
-"""The operations of the study: messages and collectives of torch.distributed, their expected results, what they move.
+"""The operations of the study: messages and collectives of torch.distributed, with expected results and bandwidths.
 
-Sizes and bandwidths are those of nccl-tests. The size S is that of the largest buffer of a rank: of an all-gather's
+Sizes and bandwidths are defined as in nccl-tests. The size S is that of a rank's largest buffer: an all-gather's
 output, a reduce-scatter's input, all parts of a gather at the root. Algorithm bandwidth is S over the time of a call;
 bus bandwidth is that times a factor, after which a perfect ring of n ranks has the speed of its links for any n.
 """
@@ -28,23 +28,23 @@ class Member:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the root."""
+        """Return whether this rank is the root."""
         return self.rank == len(self.ranks) - 1
 
 
 def numbers(rank: int, count: int) -> Tensor:
-    """(count,) that a rank sends: different for each rank, and exact in every sum."""
+    """Return the numbers (count,) that a rank sends: different for each rank, and exact in every sum."""
     return (torch.arange(count) % 97 + 100 * rank).float()
 
 
 def powers(rank: int, count: int) -> Tensor:
-    """(count,) powers of two, 1/2, 1 and 2, whose products are exact."""
+    """Return powers of two (count,), 1/2, 1 and 2, whose products are exact."""
     return ((torch.arange(count) + rank) % 3 + 1).exp2() / 4
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What can be measured: each rank sends x and receives y, which are one tensor where it works in place."""
+    """A message or collective: each rank sends x and receives y, one tensor where the operation works in place."""
 
     bind: Callable[[Member, Tensor, Tensor], Callable[[], Any]]  # a call on x and y
     expected: Callable[[Member, Sequence[Tensor]], Tensor]  # y, from the x of all ranks
@@ -55,23 +55,23 @@ class Operation:
     data: Callable[[int, int], Tensor] = numbers  # the x of a rank, of so many numbers
     bus: Callable[[int], float] = lambda _: 1.0  # from algorithm to bus bandwidth, for n ranks
     reduces_all: bool = False  # whether it is an all-reduce, for which there are several rings
-    sized: bool = True  # whether it sends anything
+    sends: bool = True  # whether it sends anything
     trips: int = 1  # how often data travel in a call
 
     def tensors(self, member: Member, count: int) -> tuple[Tensor, Tensor]:
-        """X with this rank's data, and y, where the largest buffer has so many numbers, a multiple of the ranks."""
+        """Make x with this rank's data, and y; the largest buffer has `count` numbers, a multiple of the ranks."""
         part = count // len(member.ranks)
         x = self.data(member.rank, part if self.sends_part else count).to(member.device)
         return x, x if self.in_place else torch.empty(part if self.receives_part else count, device=member.device)
 
     def is_correct(self, member: Member, x: Tensor, y: Tensor) -> bool:
-        """Whether y is as expected after the first call, to the bit, if this rank has one."""
+        """Return whether this rank's y, if it has one, equals the expected result of the first call to the bit."""
         sent = [self.data(rank, len(x)).to(x.device) for rank in range(len(member.ranks))]
         return not self.receives(member) or torch.equal(y, self.expected(member, sent))
 
 
 def send_recv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """From the first rank to the second and back."""
+    """Send from the first rank to the second and back."""
     calls = [(dist.send, x), (dist.recv, y)]
 
     def run() -> None:
@@ -82,7 +82,7 @@ def send_recv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def isend_irecv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """From each rank to the next, all at the same time."""
+    """Send from each rank to the next, all at the same time."""
     after, before = (member.ranks[(member.rank + step) % len(member.ranks)] for step in (1, -1))
 
     def run() -> None:
@@ -94,7 +94,7 @@ def isend_irecv(member: Member, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def all_reduce(op: Any, combine: Callable[[Tensor, Tensor], Tensor], **options: Any) -> Operation:
-    """The operation with one of torch's reductions."""
+    """Return the all-reduce with one of torch's reductions."""
     return Operation(
         lambda member, x, _: partial(dist.all_reduce, x, op, group=member.group),
         lambda _, sent: reduce(combine, sent),
@@ -102,8 +102,8 @@ def all_reduce(op: Any, combine: Callable[[Tensor, Tensor], Tensor], **options: 
     )  # fmt: skip
 
 
-def in_parts(member: Member, x: Tensor) -> list[Tensor] | None:
-    """The parts of a tensor of the root; None elsewhere."""
+def split_at_root(member: Member, x: Tensor) -> list[Tensor] | None:
+    """Return the parts of the root's tensor; None on other ranks."""
     return list(x.chunk(len(member.ranks))) if member.is_root else None
 
 
@@ -126,11 +126,11 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce_max": all_reduce(dist.ReduceOp.MAX, torch.maximum),
     "all_reduce_min": all_reduce(dist.ReduceOp.MIN, torch.minimum),
     "scatter": Operation(
-        lambda m, x, y: partial(dist.scatter, y, in_parts(m, x), m.ranks[-1], m.group),
+        lambda m, x, y: partial(dist.scatter, y, split_at_root(m, x), m.ranks[-1], m.group),
         lambda m, sent: sent[-1].chunk(len(m.ranks))[m.rank], receives_part=True, **BUS,
     ),
     "gather": Operation(
-        lambda m, x, y: partial(dist.gather, x, in_parts(m, y), m.ranks[-1], m.group),
+        lambda m, x, y: partial(dist.gather, x, split_at_root(m, y), m.ranks[-1], m.group),
         lambda _, sent: torch.cat(tuple(sent)), sends_part=True, receives=lambda m: m.is_root, **BUS,
     ),
     "all_gather": Operation(
@@ -146,6 +146,6 @@ OPERATIONS: dict[str, Operation] = {
         lambda m, sent: torch.cat([x.chunk(len(m.ranks))[m.rank] for x in sent]), **BUS,
     ),
     "barrier": Operation(
-        lambda m, _x, _y: partial(dist.barrier, m.group), lambda _, sent: sent[0], receives=lambda _: False, sized=False
+        lambda m, _x, _y: partial(dist.barrier, m.group), lambda _, sent: sent[0], receives=lambda _: False, sends=False
     ),
 }  # fmt: skip

@@ -15,17 +15,17 @@ class Study(study.Study[Row]):
     key, needed = "strategy", SINGLE
 
     def line(self, row: Row) -> str:
-        """The strategy and its speed."""
+        """Return the strategy and its speed."""
         return f"{row['strategy']:16} {row['images_per_second']:10,.0f} images/s"
 
     def run(self, bench: Bench, cases: Sequence[Case], skipped: Mapping[str, str]) -> None:
-        """Measure the missing cases, one process first; print and save the report, and why others are skipped."""
+        """Measure the missing cases, one process first; print and save the report, with why others are skipped."""
 
-        def measured(case: Case) -> Row:
+        def measure_case(case: Case) -> Row:
             row = bench.measure(case)
             row["speedup"] = row["images_per_second"] / self.rows.get(SINGLE, row)["images_per_second"]
             return row
 
-        calls = {case.name: partial(measured, case) for case in cases}
+        calls = {case.name: partial(measure_case, case) for case in cases}
         self.measure(calls)
         self.finish(report(self.header, self.write(calls), self.missing(skipped)))

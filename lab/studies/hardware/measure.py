@@ -46,7 +46,7 @@ class Row(TypedDict):
 
 
 class RankFigures(TypedDict, total=False):
-    """What a rank has measured."""
+    """The figures of a rank."""
 
     seconds: list[float]  # of each block
     sent: int | None  # bytes, in all blocks; None for RPC
@@ -61,14 +61,14 @@ class Phases(NamedTuple):
 
     warmup: int  # not measured
     block: int  # timed together: a whole period of a strategy that acts every few steps
-    blocks: int  # the number of these; their bytes are counted
+    blocks: int  # the number of blocks; their bytes are counted
     profiled: int  # watched by a profiler, which slows them down
 
     @classmethod
     def of(cls, options: Mapping[str, Any], steps: int, accumulate: int = 1) -> "Phases":
-        """Phases for a strategy with these options, of at least so many optimizer steps of `accumulate` batches.
+        """Plan at least so many optimizer steps of `accumulate` batches for a strategy with these options.
 
-        `period` is the number of steps between its actions, `start_step` and `warmup_steps` are steps before the first.
+        `period` is the number of steps between its actions; `start_step` and `warmup_steps` are steps before the first.
         """
         period = options.get("period") or 1
         starting = (options.get("start_step") or 0) + (options.get("warmup_steps") or 0)
@@ -77,12 +77,12 @@ class Phases(NamedTuple):
 
     @property
     def timed(self) -> int:
-        """Batches in all blocks."""
+        """Count the batches in all blocks."""
         return self.block * self.blocks
 
     @property
     def batches(self) -> int:
-        """Batches of the whole fit."""
+        """Count the batches of the whole fit."""
         return self.warmup + self.timed + self.profiled
 
 
@@ -96,14 +96,14 @@ class Measure(Stoppable):
         self._overlap: Overlap | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the meters with weights of this rank's own: a fork shares its parent's."""
+        """Start the meters; copy the weights first, as a fork shares its parent's."""
         device = trainer.strategy.root_device
         self._stamps, self._memory = Stamps(device), PeakMemory(device)
         self._counted = not isinstance(trainer.strategy, RPCStrategy)  # RPC also sends through shared memory
         pl_module._apply(torch.clone)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Mark the time; the interval to the next call is a whole step."""
+        """Mark the time before each block, count bytes before the first and after the last, then profile."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         timed = self.batch - self.phases.warmup
         self.batch += 1
@@ -119,14 +119,14 @@ class Measure(Stoppable):
                 self._overlap = Overlap(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count the state: gradients are there and sharded ones are cut; from the second step on, moments, too."""
+        """Count the state: gradients exist and are sharded; from the second step on moments exist, too."""
         if self.batch <= self.phases.warmup:
             self.figures["state"] = state_bytes(pl_module, trainer.optimizers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
+        """Write the file, unless training has stopped itself: its figures would mislead."""
         if self.batch < self.phases.batches:
-            return  # training has stopped itself: its figures would mislead
+            return
         if self._overlap is not None:
             self.figures["hidden"] = self._overlap.share()
         self.figures |= {"seconds": self._stamps.seconds(), "threads": torch.get_num_threads()}
@@ -134,32 +134,32 @@ class Measure(Stoppable):
 
 
 class _KeepWeights(Stoppable):
-    """Writes the weights after each of `COMPARED`, in the layout of one device, unless training has stopped itself."""
+    """Writes the weights after the steps in `COMPARED`, as one device has them, unless training has stopped itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.kept: dict[int, Weights] = {}
+        self.weights: dict[int, Weights] = {}  # by step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
-        if step in COMPARED and step not in self.kept:
+        if step in COMPARED and step not in self.weights:
             weights = trainer.strategy.lightning_module_state_dict()
-            self.kept[step] = {name: x.cpu().clone() for name, x in weights.items()}
+            self.weights[step] = {name: x.cpu().clone() for name, x in weights.items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and len(self.kept) == len(COMPARED):
-            torch.save([*self.kept.values()], self.path)
+        if trainer.is_global_zero and len(self.weights) == len(COMPARED):
+            torch.save([*self.weights.values()], self.path)
 
 
 @dataclass
 class Bench:
     """Measures cases on one module and one data module; BadInput if there are too few batches for a step."""
 
-    make: Callable[[bool], LightningModule]  # the module afresh; the argument: whether DataParallel wraps the net
+    make: Callable[[bool], LightningModule]  # makes a new module; the argument: whether DataParallel wraps the net
     data: Any  # the data module, set up, with `batch_size` and `sizes`
     steps: int  # optimizer steps that are timed at least
     accumulate: int = 1  # batches a step
-    threads: int = 1  # of a process that trains alone
+    threads: int = 1  # of the case on one device
 
     def __post_init__(self) -> None:
         rows, accumulate = self.data.sizes["train"], self.accumulate
@@ -171,7 +171,7 @@ class Bench:
         self._references: dict[str, list[Weights]] = {}
 
     def measure(self, case: Case) -> Row:
-        """Measure a case and return its row; its speed-up is the study's to say."""
+        """Measure a case and return its row; the study sets the row's speed-up."""
         phases = Phases.of(case.options, self.steps, self.accumulate)
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
@@ -199,25 +199,25 @@ class Bench:
         }
 
     def _differences(self, case: Case) -> list[float | int]:
-        """The largest difference of a weight, or the bits that differ, after each of `COMPARED`."""
+        """Return the largest difference of a weight, or the bits that differ, after the steps in `COMPARED`."""
         reference = case.reference or case
         if reference.name not in self._references:
             self._references[reference.name] = self._weights(reference)
         if reference is case:
             return [0.0] * len(COMPARED)
         pairs = zip(self._weights(case), self._references[reference.name], strict=True)
-        return [difference(own, others, in_bits=case.exact is not None) for own, others in pairs]
+        return [difference(weights, others, in_bits=case.exact is not None) for weights, others in pairs]
 
     def _weights(self, case: Case) -> list[Weights]:
-        """After each of `COMPARED`, in the precision in which a case is compared."""
+        """Fit in the precision in which a case is compared; return the weights after the steps in `COMPARED`."""
         precision = "64-true" if case.exact is None else "32-true"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.pt"
             self._fit(case, _KeepWeights(file), [file], max(COMPARED), precision=precision)
-            kept: list[Weights] = torch.load(file, weights_only=True)
+            by_step: list[Weights] = torch.load(file, weights_only=True)
         if not case.split:
-            return kept
-        return [{name.replace("net.module.", "net.", 1): x for name, x in weights.items()} for weights in kept]
+            return by_step
+        return [{name.replace("net.module.", "net.", 1): x for name, x in weights.items()} for weights in by_step]
 
     def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
         trainer = case.trainer(callbacks=[callback, Lines(case.name)], **QUIET | settings | {"max_steps": steps})
@@ -228,11 +228,11 @@ class Bench:
 
 
 def difference(weights: Weights, others: Weights, in_bits: bool = False) -> float | int:
-    """Of one net's weights the largest absolute difference, NaN if any is; or the number of bits that differ."""
+    """Return the largest absolute difference of two nets' weights, or NaN; `in_bits` the number of bits that differ."""
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in others.items()}:
         raise BadInput("weights", [*weights], "the weights of one net twice")
     pairs = [(x.flatten(), others[name].flatten()) for name, x in weights.items() if x.numel()]
     if in_bits:
-        changed = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
-        return sum(int(np.bitwise_count(x.numpy()).sum()) for x in changed)
+        changes = [x.view(torch.uint8) ^ y.view(torch.uint8) for x, y in pairs]
+        return sum(int(np.bitwise_count(x.numpy()).sum()) for x in changes)
     return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()

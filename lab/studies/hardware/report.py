@@ -24,8 +24,8 @@ def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str])
     """Build the report from results.json's content and the reasons why strategies are missing."""
     config = header["config"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
-    known = settings(config, header["free"])
-    lines = {"Model": f"{net} on {data}", "Settings": "; ".join(known), **machine(header)}
+    text_of_settings = "; ".join(settings(config, header["free"]))
+    lines = {"Model": f"{net} on {data}", "Settings": text_of_settings, **machine(header)}
     text: list[Part] = [table(rows), COLUMNS]
     if len({row["threads_per_rank"] for row in rows}) > 1:
         threads = ", ".join(f"{row['strategy']} {row['threads_per_rank']}" for row in rows)
@@ -37,7 +37,7 @@ def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str])
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line a row."""
+    """Make a table with a line for each row."""
     cells = {
         "strategy": lambda row: row["strategy"],
         "devices": lambda row: str(row["devices"]),
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _difference(row: Row, key: Literal["first_difference", "max_difference"], style: str) -> str:
-    """Say how far a row is from one process: `0 bits`, `1.2e-15`."""
+    """State how far a row is from one process: `0 bits`, `1.2e-15`."""
     value = row[key]
     if value is None:
         return "not finite"
@@ -62,17 +62,17 @@ def _difference(row: Row, key: Literal["first_difference", "max_difference"], st
 
 
 def _mib(sizes: Sequence[float | None]) -> str:
-    """The largest, of those that were measured."""
-    known = [size / MIB for size in sizes if size is not None]
-    if not known:
+    """Return the largest size in MiB."""
+    largest = max((size / MIB for size in sizes if size is not None), default=None)
+    if largest is None:
         return NONE
-    return f"{max(known):.3g}" if max(known) < 100 else f"{max(known):.0f}"
+    return f"{largest:.3g}" if largest < 100 else f"{largest:.0f}"
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """A PNG with a bar a row in each of four panels: speed-up, memory a rank, bytes sent, difference to one process."""
-    with figure(13, max(3.2, 1.3 + 0.34 * len(rows))) as (drawn, png):
-        speed, memory, sent, differences = panels = drawn.subplots(1, 4, sharey=True)
+    """Draw a bar for each row in four panels: speed-up, memory a rank, bytes sent, difference to one process."""
+    with figure(13, max(3.2, 1.3 + 0.34 * len(rows))) as (canvas, png):
+        speed, memory, sent, differences = panels = canvas.subplots(1, 4, sharey=True)
         for axes in panels:
             axes.grid(False, axis="y")
         speed.set_yticks(range(len(rows)), [row["strategy"] for row in rows], parse_math=False)
@@ -102,14 +102,14 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     peaks = [[size or 0 for size in row["peak_memory_per_rank"]] for row in rows]
     states = [row["state_bytes_per_rank"] for row in rows]
     for sizes, shift, color, label in ((peaks, 0.15, "C7", "peak"), (states, -0.15, "C1", "state")):
-        values = [max(of_ranks) / MIB for of_ranks in sizes]
+        values = [max(by_rank) / MIB for by_rank in sizes]
         axes.barh([place + shift for place in range(len(rows))], values, height=0.3, color=color, label=label)
     axes.legend(loc="best")
     axes.set_title("MiB a rank")
 
 
 def _differences(axes: Axes, rows: Sequence[Row]) -> None:
-    """On a logarithmic axis; a 0 has no place on it and is written."""
+    """Draw differences on a logarithmic axis; write a 0, as it has no place there."""
     axes.set_title("largest difference of a weight")
     axes.set_xscale("log")
     axes.set_xlim(1e-18, 1e4)

@@ -28,26 +28,27 @@ class Study(study.Study[Row]):
                 self.timelines = dict(json.loads(read_text(self._file)))
 
     def line(self, row: Row) -> str:
-        """The case and its speed."""
+        """Return the case and its speed."""
         return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
 
     def run(self, bench: Bench, cases: Cases) -> None:
         """Measure the missing cases; print and save the report.
 
-        Schedules are compared with micro-batches of the size that is fastest under the strategy's own.
+        Compares schedules on the size of micro-batches that is fastest under the strategy's own schedule.
         """
-        every = {case.name: case for case in cases.first()}
-        self._measure(bench, every)
-        pipelined = [case for case in every.values() if case.kind == "pipelined" and case.name in self.rows]
+        by_name = {case.name: case for case in cases.first()}
+        self._measure(bench, by_name)
+        pipelined = [case for case in by_name.values() if case.kind == "pipelined" and case.name in self.rows]
         size = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name])).size if pipelined else None
         if size is not None:
             for case in [*cases.side_by_side(size), *cases.inside(size)]:
-                every.setdefault(case.name, case)
-            self._measure(bench, every)
-        self.finish(report(self.header, self.write(every), self.timelines, every, size, self.missing(cases.unfit)))
+                by_name.setdefault(case.name, case)
+            self._measure(bench, by_name)
+        rows = self.write(by_name)
+        self.finish(report(self.header, rows, self.timelines, by_name, size, self.missing(cases.unfit)))
 
     def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
-        def measured(case: Case) -> Row:
+        def measure_case(case: Case) -> Row:
             row, timeline = bench.measure(case)
             row["speedup"] = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
             row["share_of_bound"] = None if case.bubble_bound is None else row["speedup"] / case.bubble_bound
@@ -56,4 +57,4 @@ class Study(study.Study[Row]):
                 write_json(self._file, self.timelines)
             return row
 
-        self.measure({name: partial(measured, case) for name, case in cases.items()})
+        self.measure({name: partial(measure_case, case) for name, case in cases.items()})

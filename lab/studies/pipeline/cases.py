@@ -1,4 +1,4 @@
-"""The cases of the study: a net on one device, split over several, and pipelined in every way; and the options."""
+"""The cases of the study, a net on one device, split over several, and pipelined in every way; and the options."""
 
 import math
 from argparse import Namespace
@@ -16,7 +16,7 @@ from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 ONE = "one device"
 ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the bubble that has a formula
 QUICK = {"batch_size": 8, "image_size": 32, "num_classes": 10, "split_sizes": [2, 4], "repeats": 2, "batches": 1}
-MOST = 2**20  # of anything that is counted
+MAX_COUNT = 2**20  # of anything that is counted
 TUTORIALS_CUT = "model.layer2"
 
 
@@ -53,8 +53,8 @@ class Options(cli.OneSeedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise BadInput(name, getattr(self, name), f"at least 1, at most {MOST}")
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                raise BadInput(name, getattr(self, name), f"at least 1, at most {MAX_COUNT}")
         sizes = self.split_sizes
         if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size < self.batch_size for size in sizes):
             raise BadInput("split_sizes", sizes, f"numbers from 1 to {self.batch_size - 1}, none of them twice")
@@ -62,18 +62,18 @@ class Options(cli.OneSeedOptions):
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers are dealt to stages."""
+    """How layers are divided into stages."""
 
     label: str  # `by time`, `after layer2`
     balance: str | list[int]  # as the strategy takes it: a way to find the sizes of stages, or the sizes
 
     @classmethod
-    def of(cls, balance: str | list[int]) -> "Cut":
-        """The cut that the strategy's option stands for."""
+    def from_balance(cls, balance: str | list[int]) -> "Cut":
+        """Return the cut that an option of the strategy describes."""
         return cls(f"by {balance}" if isinstance(balance, str) else f"into {balance}".replace(", ", ","), balance)
 
 
-BY_TIME = Cut.of("time")
+BY_TIME = Cut.from_balance("time")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Case:
     kind: str  # "one", "split", "pipelined" or "inside": the split within one process
     num_microbatches: int  # into which a batch is cut
     size: int  # the most images of a micro-batch
-    trainer: MakeTrainer  # makes a Trainer that computes so
+    trainer: MakeTrainer  # makes a Trainer for this way
     devices: int = 1  # processes
     schedule: str | None = None  # torch's name; None on one device
     cut: Cut | None = None  # of the net; None on one device
@@ -92,68 +92,71 @@ class Case:
 
 
 class Cases:
-    """All cases for the Trainer's devices and these of torch's schedules, with the options of its pipeline strategy.
+    """Makes all cases for the Trainer's devices and these schedules, with the options of its pipeline strategy.
 
-    `cut`, of two stages, stands beside the strategy's own.
+    Measures `cut`, of two stages, beside the strategy's own cut. Collects in `unfit` why cases can't be measured.
     """
 
     def __init__(self, options: Namespace, schedules: Sequence[str], cut: Cut | None) -> None:
         self._trainer, self._schedules = options.trainer, schedules
         self._batch_size, self._split_sizes = options.batch_size, options.split_sizes
-        self._strategy = _checked(self._trainer)
+        self._strategy = _pipeline_strategy(self._trainer)
         left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
         left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
-        made = probe(self._trainer, self._strategy, left_out)
-        self.devices = made.num_devices
+        trainer = probe(self._trainer, self._strategy, left_out)
+        self.devices = trainer.num_devices
         if self.devices < 2:
             raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
-        self._gpus = torch.cuda.device_count() if made.strategy.root_device.type == "cuda" else 0
+        self._gpus = torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0
         self._schedule = self._strategy.init_args["schedule"]
         fits = self.devices == 2 and self._schedule in ONE_STAGE
-        self.cuts = [*([cut] if cut is not None and fits else []), Cut.of(self._strategy.init_args["balance"])]
+        strategy_cut = Cut.from_balance(self._strategy.init_args["balance"])
+        self.cuts = [cut, strategy_cut] if cut is not None and fits else [strategy_cut]
         self.unfit: dict[str, str] = {}
 
     def first(self) -> list[Case]:
-        """One device, the split, and all sizes of micro-batches, under the strategy's own schedule."""
-        cases = [self._alone(size) for size in [self._batch_size, *self._split_sizes]]
+        """Return one device, the split, and all sizes of micro-batches under the strategy's own schedule."""
+        cases = [self._on_one_device(size) for size in [self._batch_size, *self._split_sizes]]
         for cut in self.cuts:
-            cases += self._pipelined("GPipe", cut, self._batch_size)
+            cases += self._pipeline("GPipe", cut, self._batch_size)
         for cut in self.cuts:
-            cases += [case for size in self._split_sizes for case in self._pipelined(self._schedule, cut, size)]
+            cases += [case for size in self._split_sizes for case in self._pipeline(self._schedule, cut, size)]
         return cases
 
     def side_by_side(self, size: int) -> list[Case]:
-        """All schedules with micro-batches of this size; one of `first` may be among them."""
-        return [case for name in self._schedules for case in self._pipelined(name, self.cuts[-1], size)]
+        """Return all schedules with micro-batches of this size; may include one of `first`."""
+        return [case for name in self._schedules for case in self._pipeline(name, self.cuts[-1], size)]
 
     def inside(self, size: int) -> list[Case]:
-        """The split within one process, whole batches and micro-batches, on two GPUs."""
+        """Return the split within one process, on whole batches and micro-batches; needs two GPUs."""
         if self._gpus < 2 or self.devices != 2:
             self.unfit["split in one process"] = "it needs two GPUs"
             return []
-        cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.of("parameters")
+        cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.from_balance("parameters")
         name = f"split in one process {cut.label}"
-        bounds = {each: bubble_bound(2, self._count(each)) for each in (self._batch_size, size)}
-        return [replace(self._alone(each, name), kind="inside", cut=cut, bubble_bound=bounds[each]) for each in bounds]
+        cases = [self._on_one_device(images, name) for images in dict.fromkeys([self._batch_size, size])]
+        return [
+            replace(case, kind="inside", cut=cut, bubble_bound=bubble_bound(2, case.num_microbatches)) for case in cases
+        ]
 
-    def _alone(self, size: int, name: str = ONE) -> Case:
-        """One process that computes micro-batches of this size."""
+    def _on_one_device(self, size: int, name: str = ONE) -> Case:
+        """Return the case of one process that computes micro-batches of this size."""
         make = with_strategy(self._trainer, "auto", one=True)
-        return Case(self._named(name, size), "one", self._count(size), size, make)
+        return Case(self._row_name(name, size), "one", self._count(size), size, make)
 
-    def _pipelined(self, schedule: str, cut: Cut, size: int) -> list[Case]:
-        """A pipeline, with a few more micro-batches, of fewer images, where the schedule needs them; or none.
+    def _pipeline(self, schedule: str, cut: Cut, size: int) -> list[Case]:
+        """Return the case of a pipeline, or none, and then the reason is in `unfit`.
 
-        The cut is replaced by the one by time if it gives the sizes of stages and the schedule has other stages. Whole
-        batches are the plain split, of which nothing is pipelined.
+        Takes a few more micro-batches, of fewer images, where the schedule needs them. Cuts by time where `cut` gives
+        the sizes of stages and the schedule has other stages. Whole batches are the plain split: nothing is pipelined.
         """
         schedules = {schedule, self._schedule}
         if isinstance(cut.balance, list) and len(schedules) > 1 and not schedules <= {*ONE_STAGE}:
             cut = BY_TIME
-        least = self._count(size)
-        kind, label = ("split", f"split {cut.label}") if least == 1 else ("pipelined", f"{schedule} {cut.label}")
-        refused = ""
-        for count in range(least, least + (1 if least == 1 else 2 * self.devices + 1)):
+        fewest = self._count(size)
+        kind, label = ("split", f"split {cut.label}") if fewest == 1 else ("pipelined", f"{schedule} {cut.label}")
+        reason = ""
+        for count in range(fewest, fewest + (1 if fewest == 1 else 2 * self.devices + 1)):
             options: dict[str, Any] = {"schedule": schedule, "balance": cut.balance, "num_microbatches": count}
             if schedule != self._schedule:
                 options["stages_per_rank"] = None
@@ -161,28 +164,28 @@ class Cases:
             try:
                 make()
             except BadInput as error:
-                refused = refused or cli.with_flag(error)
+                reason = reason or cli.with_flag(error)
                 continue
             bound = bubble_bound(self.devices, count) if schedule in ONE_STAGE else None
-            size = size if count == least else self._count(count)
-            return [Case(self._named(label, size), kind, count, size, make, self.devices, schedule, cut, bound)]
-        self.unfit[self._named(label, size)] = refused
+            size = size if count == fewest else self._count(count)
+            return [Case(self._row_name(label, size), kind, count, size, make, self.devices, schedule, cut, bound)]
+        self.unfit[self._row_name(label, size)] = reason
         return []
 
     def _count(self, size: int) -> int:
         return math.ceil(self._batch_size / size)
 
-    def _named(self, name: str, size: int) -> str:
+    def _row_name(self, name: str, size: int) -> str:
         return name if size == self._batch_size else f"{name}, split size {size}"
 
 
-def _checked(trainer: cli.Choice) -> cli.Choice:
-    """The Trainer's pipeline strategy."""
+def _pipeline_strategy(trainer: cli.Choice) -> cli.Choice:
+    """Return the Trainer's pipeline strategy; BadInput for another strategy, or options that rows set."""
     strategy, accumulate = trainer.init_args["strategy"], trainer.init_args["accumulate_grad_batches"]
-    wanted = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
-    if not isinstance(strategy, cli.Choice) or not wanted <= set(strategy.init_args):
-        given = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
-        raise BadInput("trainer.strategy", given, "pipeline: it is what is measured; one device needs none")
+    required = {"schedule", "num_microbatches", "data_parallel_size", "stages_per_rank", "balance"}
+    if not isinstance(strategy, cli.Choice) or not required <= set(strategy.init_args):
+        name = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
+        raise BadInput("trainer.strategy", name, "pipeline: it is what is measured; one device needs none")
     if accumulate != 1:
         raise BadInput("trainer.accumulate_grad_batches", accumulate, "1: a step is timed")
     count, replicas = (strategy.init_args[name] for name in ("num_microbatches", "data_parallel_size"))
@@ -194,5 +197,5 @@ def _checked(trainer: cli.Choice) -> cli.Choice:
 
 
 def bubble_bound(ranks: int, num_microbatches: int) -> float:
-    """The largest speed-up of stages that take the same time: a rank waits for ranks - 1 micro-batches of a step."""
+    """Return the largest speed-up of equally slow stages: in a step a rank waits for ranks - 1 micro-batches."""
     return ranks * num_microbatches / (num_microbatches + ranks - 1)

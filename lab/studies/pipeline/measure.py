@@ -37,11 +37,22 @@ class Row(TypedDict):
     share_of_bound: float | None
 
 
+class Event(NamedTuple):
+    """A computation of a pipeline's step."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str  # "forward", "backward" or "weights"
+    start: float  # seconds since the step's first computation
+    stop: float
+
+
 class Timeline(TypedDict):
-    """What computed when in the last step of a pipeline."""
+    """What each rank of a pipeline computes when in its last step."""
 
     sizes: list[int]  # of stages, in layers
-    events: list[list[Any]]  # rank, stage, micro-batch, kind, start and stop in seconds from the first
+    events: list[Event]  # lists in JSON
 
 
 class Pairs(NamedTuple):
@@ -52,9 +63,9 @@ class Pairs(NamedTuple):
 
 
 class Noise:
-    """A loader of one batch of noise, `steps` times; the tutorial draws new ones, which takes time on no device.
+    """Loads one batch of noise `steps` times; `input_shape` is an image's, (C, H, W).
 
-    `input_shape` is that of an image, (C, H, W).
+    The tutorial draws new batches. That takes no time on a device.
     """
 
     def __init__(self, batch_size: int, input_shape: Sequence[int], num_classes: int, steps: int, seed: int) -> None:
@@ -83,14 +94,14 @@ class Task(LightningModule):
         self.automatic_optimization = num_microbatches == 1  # else the step does backward
 
     def forward(self, images: Tensor) -> Tensor:
-        """Outputs (B, classes) of images (B, C, H, W)."""
+        """Compute outputs (B, classes) of images (B, C, H, W)."""
         x: Any = images
         for layer in self.layers:
             x = layer(*x) if isinstance(x, tuple) else layer(x)
         return x
 
     def training_step(self, batch: Pairs, batch_idx: int) -> Tensor | None:
-        """The loss; None for micro-batches, whose step is taken here."""
+        """Return the loss; for micro-batches take the step and return None."""
         if self.automatic_optimization:
             return self.pipeline_loss(self(batch.images), batch)
         optimizer: Any = self.optimizers()
@@ -103,15 +114,15 @@ class Task(LightningModule):
         return None
 
     def configure_optimizers(self) -> Optimizer:
-        """The tutorial's."""
+        """Return the tutorial's optimizer."""
         return SGD(self.parameters(), LEARNING_RATE)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The layers."""
+        """Return the layers."""
         return list(self.layers)
 
     def pipeline_loss(self, output: Tensor, batch: Pairs) -> Tensor:
-        """Mean squared error, on the device of the outputs."""
+        """Compute the mean squared error on the device of the outputs."""
         return F.mse_loss(output, batch.targets.to(output.device))
 
 
@@ -120,18 +131,18 @@ class Bench:
     """Measures cases on one module and one batch."""
 
     make: Callable[[Case], LightningModule]  # makes the module of a case afresh
-    loader: Callable[[int], Noise]  # makes what it is fitted on, of so many batches
+    loader: Callable[[int], Noise]  # makes the loader of so many batches
     batches: int  # steps that are timed together
     repeats: int  # how often
 
     def measure(self, case: Case) -> tuple[Row, Timeline]:
-        """Measure a case and return its row, whose comparisons are the study's to make, and its timeline."""
+        """Measure a case and return its row and its timeline; the study sets the row's speed-up."""
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            # It is only timed: the tutorial's ResNet has layers that train to other weights in a pipeline.
+            # The tutorial's ResNet has layers that train to other weights in a pipeline: it is only timed
             warnings.filterwarnings("ignore", ".*(BatchNorm sees|noise from torch's generator)", UserWarning)
             steps = _Steps(Path(folder), self.batches, self.repeats)
             trainer = case.trainer(callbacks=[steps, Lines(case.name)], **QUIET | {"max_steps": steps.steps})
-            # The module is made in the process that trains it, as it may lie on GPUs.
+            # Makes the module in the process that trains it, as it may be on GPUs
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
         row: Row = {
@@ -143,18 +154,19 @@ class Bench:
             "bubble_bound": case.bubble_bound,
             "share_of_bound": None,
         }
-        events = [[number, *event] for number, rank in enumerate(ranks) for event in rank["events"]]
-        start = min((event[-2] for event in events), default=0.0)
-        for event in events:
-            event[-2:] = (round(moment - start, 7) for moment in event[-2:])
+        events = [Event(rank, *event) for rank, figures in enumerate(ranks) for event in figures["events"]]
+        zero = min((event.start for event in events), default=0.0)
+        events = [
+            event._replace(start=round(event.start - zero, 7), stop=round(event.stop - zero, 7)) for event in events
+        ]
         return row, {"sizes": ranks[0]["sizes"], "events": events}
 
 
 class _Steps(Stoppable):
     """Times `repeats` blocks of `batches` steps; every rank writes `rank<r>.json` into the folder.
 
-    It holds `seconds` a step of each block; and of a pipeline the `sizes` of stages, and the `events` of the last step,
-    as (stage, micro-batch, kind, start, stop).
+    The file has `seconds` a step of each block; for a pipeline also the `sizes` of stages, and the `events` of the last
+    step as (stage, micro-batch, kind, start, stop).
     """
 
     def __init__(self, folder: Path, batches: int, repeats: int) -> None:
@@ -175,7 +187,9 @@ class _Steps(Stoppable):
             self._moments.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found: dict[str, Any] = {"events": getattr(trainer.strategy, "events", [])}
-        found["sizes"] = getattr(trainer.strategy, "stage_sizes", [])
-        found["seconds"] = [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
-        write_json(self.folder / f"rank{trainer.global_rank}.json", found)
+        figures = {
+            "events": getattr(trainer.strategy, "events", []),
+            "sizes": getattr(trainer.strategy, "stage_sizes", []),
+            "seconds": [(stop - start) / self.batches for start, stop in pairwise(self._moments)],
+        }
+        write_json(self.folder / f"rank{trainer.global_rank}.json", figures)

@@ -10,7 +10,7 @@ from harness.reports.report import Code, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, join_words, paragraph, short
 from harness.studies.study import StudyHeader
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
-from lab.studies.pipeline.measure import Row, Timeline
+from lab.studies.pipeline.measure import Event, Row, Timeline
 
 Measured = Sequence[tuple[Case, Row]]  # cases with their rows
 KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
@@ -36,7 +36,7 @@ TIMELINE = "![who computes what when in a step](timeline.png)"
 
 
 def mean_seconds(row: Row) -> float:
-    """Mean seconds of a step."""
+    """Return the mean seconds of a step."""
     return statistics.mean(row["seconds_per_step"])
 
 
@@ -50,7 +50,7 @@ def report(
 ) -> Report:
     """Build the report from results.json's content, the cases' timelines, and the reasons why others are missing.
 
-    `size` is the fastest of micro-batches under the strategy's own schedule.
+    `size` is the fastest size of micro-batches under the strategy's own schedule.
     """
     config, by_name = header["config"], {row["name"]: row for row in rows}
     measured = [(case, by_name[name]) for name, case in cases.items() if name in by_name]
@@ -64,27 +64,27 @@ def report(
     }
     text: list[Part] = [table(config, measured), COLUMNS, SOURCE, NORM]
     text += [f"{name}: {why}." for name, why in missing.items()]
-    images, pngs, advised = [SPEED], {"results.png": speed(measured)}, advice(measured, timelines)
-    shown = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
-    if drawn := {name: timelines[name] for name in shown if name in timelines}:
+    images, pngs, recommendation = [SPEED], {"results.png": speed(measured)}, advice(measured, timelines)
+    names = [case.name for case, _ in measured if case.kind == "split" or case.size == size]
+    if steps := {name: timelines[name] for name in names if name in timelines}:
         images.append(TIMELINE)
-        pngs["timeline.png"] = timeline(drawn)
-    return Report(lines, [*text, *advised], [*text, *images, *advised], pngs)
+        pngs["timeline.png"] = timeline(steps)
+    return Report(lines, [*text, *recommendation], [*text, *images, *recommendation], pngs)
 
 
 def table(config: Mapping[str, Any], measured: Measured) -> Table:
-    """One line a case."""
+    """Make a table with a line for each case."""
     net = (config["net"]["init_args"] or {}).get("name")
     sizes = config["batch_size"], config["image_size"], config["num_classes"]
-    same = (net, *sizes) == ("resnet50", 120, 128, 1000)
+    is_tutorials = (net, *sizes) == ("resnet50", 120, 128, 1000)
     cells = {
-        "row": lambda each: each[0].name,
-        "m": lambda each: str(each[1]["num_microbatches"]),
-        "s a step": lambda each: _seconds(each[1]),
-        "speed-up": lambda each: f"{each[1]['speedup']:.2f}",
-        "bound": lambda each: NONE if each[1]["bubble_bound"] is None else f"{each[1]['bubble_bound']:.2f}",
-        "share, %": lambda each: percent(each[1]["share_of_bound"]),
-        "tutorial": lambda each: _published(each[0]) if same else NONE,
+        "row": lambda pair: pair[0].name,
+        "m": lambda pair: str(pair[1]["num_microbatches"]),
+        "s a step": lambda pair: _seconds(pair[1]),
+        "speed-up": lambda pair: f"{pair[1]['speedup']:.2f}",
+        "bound": lambda pair: NONE if pair[1]["bubble_bound"] is None else f"{pair[1]['bubble_bound']:.2f}",
+        "share, %": lambda pair: percent(pair[1]["share_of_bound"]),
+        "tutorial": lambda pair: _tutorials_figures(pair[0]) if is_tutorials else NONE,
     }
     return columns(cells, measured)
 
@@ -94,7 +94,7 @@ def _seconds(row: Row) -> str:
     return short(mean_seconds(row)) + spread
 
 
-def _published(case: Case) -> str:
+def _tutorials_figures(case: Case) -> str:
     seconds = PUBLISHED.get((case.kind, None if case.num_microbatches == 1 else case.size))
     if seconds is None or case.schedule not in {None, *ONE_STAGE}:  # the tutorial has one stage on a device
         return NONE
@@ -102,13 +102,13 @@ def _published(case: Case) -> str:
 
 
 def advice(measured: Measured, timelines: Mapping[str, Timeline]) -> list[Part]:
-    """The fastest pipeline as options of any experiment and as code, and what else is as fast."""
+    """Recommend the fastest pipeline, as options of any experiment and as code; name others that are as fast."""
     pipelines = {case: row for case, row in measured if case.kind == "pipelined"}
     if not pipelines:
         return []
     means = {case: mean_seconds(row) for case, row in measured}
     case = min(pipelines, key=means.__getitem__)
-    sizes = {name: each["sizes"] for name, each in timelines.items()}
+    sizes = {name: steps["sizes"] for name, steps in timelines.items()}
     options = {"schedule": case.schedule, "num_microbatches": case.num_microbatches, "balance": sizes[case.name]}
     flags = [f"--trainer.strategy.{name} {value}".replace(", ", ",") for name, value in options.items()]
     command = " ".join([f"--trainer.devices {case.devices} --trainer.strategy pipeline", *flags])
@@ -121,16 +121,16 @@ def advice(measured: Measured, timelines: Mapping[str, Timeline]) -> list[Part]:
     if means[plain] < means[case]:
         sentences.append(f"No pipeline is faster than {plain.name}.")
     if by_time := [other for other in pipelines if other.cut == BY_TIME]:
-        chosen = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
-        layers = join_words([str(size) for size in sizes[chosen.name]])
-        sentences.append(f"By time the stages of {chosen.schedule} get {layers} layers.")
+        best = min(by_time, key=lambda other: (other.schedule != case.schedule, means[other]))
+        layers = join_words([str(size) for size in sizes[best.name]])
+        sentences.append(f"By time the stages of {best.schedule} get {layers} layers.")
     return [paragraph(" ".join(sentences)), Code(command), Code(code, "python")]
 
 
 def speed(measured: Measured) -> bytes:
-    """A PNG: left the seconds of a step of each case, right the speed-up against the size of micro-batches."""
-    with figure(14, max(4.5, 1.2 + 0.25 * len(measured))) as (drawn, png):
-        axes, right = drawn.subplots(1, 2)
+    """Draw the seconds of a step of each case, and beside them the speed-up against the size of micro-batches."""
+    with figure(14, max(4.5, 1.2 + 0.25 * len(measured))) as (canvas, png):
+        axes, right = canvas.subplots(1, 2)
         axes.set_title("seconds a step, mean and standard deviation")
         for place, (case, row) in enumerate(measured):
             mean, spread = mean_seconds(row), statistics.pstdev(row["seconds_per_step"])
@@ -144,7 +144,7 @@ def speed(measured: Measured) -> bytes:
 
 
 def _curve(axes: Axes, measured: Measured) -> None:
-    """Speed-ups of the pipelines of one schedule, over one device with batches and with the same micro-batches."""
+    """Draw speed-ups of one schedule's pipelines, over one device with batches and with the same micro-batches."""
     axes.set_title("speed-up over one device")
     axes.set_xlabel("images of a micro-batch")
     pipelines = [(case, row) for case, row in measured if case.kind == "pipelined"]
@@ -154,10 +154,10 @@ def _curve(axes: Axes, measured: Measured) -> None:
     curve = sorted([pair for pair in pipelines if pair[0].schedule == schedule], key=lambda pair: pair[0].size)
     alone = {case.num_microbatches: mean_seconds(row) for case, row in measured if case.kind == "one"}
     for number, cut in enumerate(dict.fromkeys(case.cut.label for case, _ in curve if case.cut)):
-        mine = [(case, row) for case, row in curve if case.cut and case.cut.label == cut]
-        sizes, color = [case.size for case, _ in mine], f"C{number}"
-        axes.plot(sizes, [row["speedup"] for _, row in mine], "o-", color=color, label=f"{schedule} {cut}")
-        same = [alone.get(case.num_microbatches, math.nan) / mean_seconds(row) for case, row in mine]
+        points = [(case, row) for case, row in curve if case.cut and case.cut.label == cut]
+        sizes, color = [case.size for case, _ in points], f"C{number}"
+        axes.plot(sizes, [row["speedup"] for _, row in points], "o-", color=color, label=f"{schedule} {cut}")
+        same = [alone.get(case.num_microbatches, math.nan) / mean_seconds(row) for case, row in points]
         axes.plot(sizes, same, "o--", color=color, alpha=0.5, label="… over the same micro-batches")
     bound = {case.size: row["bubble_bound"] or math.nan for case, row in curve}
     axes.plot([*bound], [*bound.values()], ":", color=GREY, label="bubble bound, p m / (m + p - 1)")
@@ -169,43 +169,44 @@ def _curve(axes: Axes, measured: Measured) -> None:
 
 
 def timeline(timelines: Mapping[str, Timeline]) -> bytes:
-    """A PNG with a panel a case: a line a rank, a block a computation, white where the rank waits.
+    """Draw a panel for each case: a line for a rank, a block for a computation, white where the rank waits.
 
-    On a GPU the blocks are when kernels are queued. See `Bench.measure` for a timeline's content.
+    On a GPU a block is the time in which kernels are queued.
     """
-    every = [event for timeline in timelines.values() for event in timeline["events"]]
-    longest, ranks = max(event[5] for event in every), 1 + max(event[0] for event in every)
-    with figure(13, 0.8 + len(timelines) * (0.55 + 0.3 * ranks)) as (drawn, png):
-        panels = drawn.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-            _timeline(axes, timeline["events"], longest)
-            title = f"{name}: ranks wait for {100 * idle(timeline['events']):.0f} %"
+    by_name = {name: [Event(*event) for event in timeline["events"]] for name, timeline in timelines.items()}
+    all_events = [event for events in by_name.values() for event in events]
+    longest, ranks = max(event.stop for event in all_events), 1 + max(event.rank for event in all_events)
+    with figure(13, 0.8 + len(timelines) * (0.55 + 0.3 * ranks)) as (canvas, png):
+        panels = canvas.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, events) in zip(panels, by_name.items(), strict=True):
+            _draw_step(axes, events, longest)
+            title = f"{name}: ranks wait for {100 * idle_share(events):.0f} %"
             axes.set_title(title, fontsize=9, color="black", loc="left", parse_math=False)
             axes.grid(False)
         meaning = "numbers are micro-batches, shades the stages of a rank"
         panels[-1].set_xlabel(f"seconds since the step's first forward; {meaning}")
-        kinds = dict.fromkeys(event[3] for event in every)
+        kinds = dict.fromkeys(event.kind for event in all_events)
         handles = [panels[0].barh(0, 0, color=COLORS[kind], label=kind) for kind in kinds]
-        drawn.legend(handles=handles, loc="outside upper right", ncols=len(kinds))
+        canvas.legend(handles=handles, loc="outside upper right", ncols=len(kinds))
     return png.getvalue()
 
 
-def _timeline(axes: Axes, events: Sequence[Sequence[Any]], longest: float) -> None:
-    ranks = 1 + max(event[0] for event in events)
-    stages = {rank: sorted({event[1] for event in events if event[0] == rank}) for rank in range(ranks)}
-    for rank, stage, number, kind, start, stop in events:
+def _draw_step(axes: Axes, events: Sequence[Event], longest: float) -> None:
+    ranks = 1 + max(event.rank for event in events)
+    stages = {rank: sorted({event.stage for event in events if event.rank == rank}) for rank in range(ranks)}
+    for rank, stage, microbatch, kind, start, stop in events:
         shade = SHADES[stages[rank].index(stage) % len(SHADES)]
         look: dict[str, Any] = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.3}
         axes.barh(rank, stop - start, 0.84, start, **look)
         if stop - start > READABLE * longest:
-            axes.text((start + stop) / 2, rank, str(number), ha="center", va="center", fontsize=6, color="white")
+            axes.text((start + stop) / 2, rank, str(microbatch), ha="center", va="center", fontsize=6, color="white")
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(0, longest)
 
 
-def idle(events: Sequence[Sequence[Any]]) -> float:
-    """The share of a step, from the first computation to the last, in which a rank computes nothing; their mean."""
-    ranks = {event[0] for event in events}
-    busy = sum(stop - start for *_, start, stop in events)
-    return 1 - busy / (len(ranks) * (max(e[5] for e in events) - min(e[4] for e in events)))
+def idle_share(events: Sequence[Event]) -> float:
+    """Return the mean over ranks of the share of a step, first to last computation, in which a rank is idle."""
+    num_ranks = len({event.rank for event in events})
+    busy = sum(event.stop - event.start for event in events)
+    return 1 - busy / (num_ranks * (max(event.stop for event in events) - min(event.start for event in events)))
