@@ -114,32 +114,6 @@ class Joined(nn.Module):
         return y.relu() + 0.1 * kept + 0.01 * index[:, None] + x
 
 
-class Linear(LightningModule):
-    """Four modules in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def pipeline_stages(self) -> list[nn.Module]:
-        return list(self.net)
-
-    def pipeline_loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(output, batch.labels)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self(batch.inputs), batch.labels)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Plain(LightningModule):
     """Four layers; batches are pairs of tensors (b, 6) and (b,)."""
 

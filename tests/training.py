@@ -2,10 +2,11 @@
 
 import json
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
@@ -17,7 +18,7 @@ from datamodules import Digits
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, LightNN
+from lit_modules.nets import DeepNN, LightNN, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective
 from strategies import DDP
 
@@ -68,6 +69,14 @@ def classifier(make: type[nn.Module] = LightNN, **kwargs: Any) -> LitClassifier:
     return LitClassifier(net(make, **kwargs))
 
 
+MODULES: dict[str, Callable[[], LightningModule]] = {
+    "students": distillation,
+    "teacher": lambda: classifier(DeepNN),
+    "resnet8": lambda: classifier(ResNet, depth=8),
+}
+TAGS = {"students": "hint/train/loss", "teacher": "train/loss", "resnet8": "train/loss"}
+
+
 def trainer(devices: int = 1, **kwargs: Any) -> Trainer:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "max_epochs": 2, "logger": False}
     options |= {"strategy": DDP(timeout=60) if devices > 1 else "auto", "enable_checkpointing": False}
@@ -91,3 +100,21 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], at
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def outcome(
+    module: LightningModule, data: Any, folder: Path, tags: Iterable[str], devices: int = 1, **options: Any
+) -> Outcome:
+    """What a fit has logged at its steps under these tags, and the weights at its end."""
+    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
+    fit(module, data, devices, **{"logger": logger, "log_every_n_steps": 1} | options)
+    return [value for tag in tags for value in logger.values(tag)], weights(module)
+
+
+def assert_agree(one: Outcome, other: Outcome, atol: float = 1e-9) -> None:
+    assert one[0]
+    assert other[0] == pytest.approx(one[0], abs=atol, rel=0)
+    assert_same(one[1], other[1], atol=atol)

@@ -17,7 +17,7 @@ from lit_modules.objectives import CRD, Objective, Place, Sum
 from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
 from tests.grids import mostly_slow
 from tests.strategies.test_strategies import SaveAndStop
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, trainer, weights
 
 SAMPLES = 75  # in batches of 37, the last of which has one row: ranks are empty
 MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(negatives=20)])}
@@ -28,15 +28,14 @@ def module(*names: str, samples: int | None = SAMPLES, **options: Any) -> Distil
     return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, samples=samples, **options)
 
 
-def outcome(devices: int, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    kept = fit(module(), digits(train_size=SAMPLES), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in MADE for x in logger.values(f"{name}/train/loss")], weights(kept)
+def trained(devices: int, folder: Path, **options: Any) -> Outcome:
+    tags = [f"{name}/train/loss" for name in MADE]
+    return outcome(module(), digits(train_size=SAMPLES), folder, tags, devices, **options)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(1, tmp_path_factory.mktemp("alone"), precision="64-true")
 
 
 CASES: dict[str, tuple[int, Callable[[], Any]]] = {
@@ -50,15 +49,11 @@ CASES: dict[str, tuple[int, Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", mostly_slow(CASES, "ddp"))
 def test_any_number_of_processes_keeps_one_memory(case: str, alone: Any, tmp_path: Path) -> None:
     devices, strategy = CASES[case]
-    losses, ended = outcome(devices, tmp_path, precision="64-true", strategy=strategy())
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(alone[1], ended, atol=1e-9)
+    assert_agree(alone, trained(devices, tmp_path, precision="64-true", strategy=strategy()))
 
 
 def test_exact_is_bitwise(tmp_path: Path) -> None:
-    (losses, ended), (others, same) = (outcome(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2))
-    assert losses == others
-    assert_same(ended, same)
+    assert_agree(*(trained(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2)), 0.0)
 
 
 RESUMED: dict[str, tuple[int, Callable[[], Any]]] = {

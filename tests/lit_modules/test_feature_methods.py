@@ -19,7 +19,7 @@ from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
 from lit_modules.objectives.base import Term, condense_teacher, select_view
 from strategies import DDP
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, weights
 
 B, CLASSES = 3, 4
 Shape = tuple[int, ...]
@@ -395,28 +395,18 @@ def module(*names: str, teacher: nn.Module | None = None, **options: Any) -> Dis
     return Distillation(teacher or net(DeepNN, seed=1), students | others, input_shape=SHAPE, **options)
 
 
-def outcome(devices: int, folder: Path, teacher: nn.Module | None = None, **options: Any) -> Any:
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    made = module(teacher=teacher)
-    kept = fit(made, digits(train_size=75), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in FITTED for x in logger.values(f"{name}/train/loss")], weights(kept)
+def trained(devices: int, folder: Path, **options: Any) -> Outcome:
+    tags = [f"{name}/train/loss" for name in FITTED]
+    return outcome(module(), digits(train_size=75), folder, tags, devices, **options)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
-
-
-def test_two_processes_compute_what_one_does(alone: Any, tmp_path: Path) -> None:
-    losses, ended = outcome(2, tmp_path, precision="64-true", strategy=DDP(timeout=60))
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(alone[1], ended, atol=1e-9)
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    one, two = (trained(n, tmp_path, precision="64-true", strategy=DDP(timeout=60)) for n in (1, 2))
+    assert_agree(one, two)
 
 
 def test_exact_is_bitwise(tmp_path: Path) -> None:
-    one, two = (outcome(n, tmp_path, strategy=DDP(timeout=60, exact=2)) for n in (1, 2))
-    assert one[0] == two[0]
-    assert_same(one[1], two[1])
+    assert_agree(*(trained(n, tmp_path, strategy=DDP(timeout=60, exact=2)) for n in (1, 2)), 0.0)
 
 
 @pytest.mark.slow

@@ -55,6 +55,12 @@ def test_a_cohort_is_the_same_alone_and_in_company_and_on_any_number_of_processe
     assert_same(*exact)
 
 
+class Watching(DML):
+    def forward(self, *args: Any) -> Any:
+        assert not any(peer.logits.requires_grad for peer in self.place.peers.values())
+        return super().forward(*args)
+
+
 class FailsAt(CrossEntropy):
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -68,7 +74,7 @@ class FailsAt(CrossEntropy):
 
 def test_those_who_learn_from_one_that_fails_fail_with_it(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
     made: dict[str, tuple[torch.nn.Module, Objective]] = {
-        "bad": (net(), FailsAt(2)), "a": (net(seed=1), DML(["bad"])), "b": (net(seed=2), Sum([DML(["a"])])),
+        "bad": (net(), FailsAt(2)), "a": (net(seed=1), DML(["bad"])), "b": (net(seed=2), Sum([Watching(["a"])])),
         "ce": (net(), CrossEntropy()), "read": (net(seed=3), Hinton()),
     }  # fmt: skip
     made["bad"][1].peers = ["read"]

@@ -14,7 +14,7 @@ from lit_modules.nets import DeepNN
 from lit_modules.objectives import DIST, PKT, RKD, SP, Hint, Hinton, Objective, Sum
 from strategies import DDP, HSDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, trainer, weights
 
 RELATING: dict[str, Callable[[], Objective]] = {
     "rkd": RKD,
@@ -31,16 +31,15 @@ def module(*names: str, seed: int = 0) -> Distillation:
     return Distillation(net(DeepNN, seed=1), students | others, input_shape=SHAPE, seed=seed)
 
 
-def outcome(devices: int, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    # The last batch has one row: ranks are empty.
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    kept = fit(module(), digits(train_size=75), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in RELATING for x in logger.values(f"{name}/train/loss")], weights(kept)
+def trained(devices: int, folder: Path, **options: Any) -> Outcome:
+    """The last batch has one row: ranks are empty."""
+    tags = [f"{name}/train/loss" for name in RELATING]
+    return outcome(module(), digits(train_size=75), folder, tags, devices, **options)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(1, tmp_path_factory.mktemp("alone"), precision="64-true")
 
 
 # Others by any method: tests/harness/test_zoo.py
@@ -55,13 +54,11 @@ CASES: dict[str, tuple[int, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3"))
-def test_any_number_of_processes_computes_one_loss(case: str, alone: Any, tmp_path: Path) -> None:
+def test_any_number_of_processes_computes_one_loss(case: str, alone: Outcome, tmp_path: Path) -> None:
     devices, strategy = CASES[case]
     options: dict[str, Any] = {"accumulate_grad_batches": 2} if case == "accumulated" else {}
-    expected = outcome(1, tmp_path, precision="64-true", **options) if options else alone
-    losses, ended = outcome(devices, tmp_path, precision="64-true", strategy=strategy(), **options)
-    assert losses == pytest.approx(expected[0], abs=1e-9, rel=1e-9)
-    assert_same(expected[1], ended, atol=1e-9)
+    expected = trained(1, tmp_path, precision="64-true", **options) if options else alone
+    assert_agree(expected, trained(devices, tmp_path, precision="64-true", strategy=strategy(), **options))
 
 
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -74,22 +71,15 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", mostly_slow(PIPELINES, "two"))
 def test_a_pipeline_under_exact_has_the_bits_of_ddp(case: str, tmp_path: Path) -> None:
     devices, options = PIPELINES[case]
-    found = [
-        outcome(n, tmp_path, strategy=strategy)
-        for n, strategy in ((1, DDP(exact=4)), (devices, PipelineStrategy(exact=4, timeout=60, **options)))
-    ]
-    assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1])
+    cut = PipelineStrategy(exact=4, timeout=60, **options)
+    assert_agree(trained(1, tmp_path, strategy=DDP(exact=4)), trained(devices, tmp_path, strategy=cut), 0.0)
 
 
-def test_exact_is_bitwise_and_what_one_process_computes(alone: Any, tmp_path: Path) -> None:
-    found = [outcome(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2, 3)]
-    for losses, ended in found[1:]:
-        assert losses == found[0][0]
-        assert_same(ended, found[0][1])
-    losses, ended = outcome(2, tmp_path, precision="64-true", strategy=DDP(timeout=60, exact=4))
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(ended, alone[1], atol=1e-9)
+def test_exact_is_bitwise_and_what_one_process_computes(alone: Outcome, tmp_path: Path) -> None:
+    one, *others = (trained(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2, 3))
+    for other in others:
+        assert_agree(one, other, 0.0)
+    assert_agree(alone, trained(2, tmp_path, precision="64-true", strategy=DDP(timeout=60, exact=4)))
 
 
 @pytest.mark.parametrize("name", RELATING)

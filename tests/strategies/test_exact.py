@@ -288,6 +288,10 @@ def test_cuts_depend_on_sizes_alone() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "text": ["a", "b", "c"], "n": torch.tensor(3), "same": "all"}
     cut = part(batch, 1, 3)
     assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
+    x = torch.arange(4)
+    assert part((x, ("a", "b", "c", "d"), ["e", "f"]), 1, 3)[1:] == (("b", "c"), ["e", "f"])
+    (first, _), (third, _) = part(((x, x), (x, x), (x, x), (x, x)), 1, 3)[::2]  # four rows, four pairs
+    assert first.tolist() == third.tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"one number of rows; batch\[0\] has 3, batch\[1\]\['mask'\] has 4$"):
         part((torch.zeros(3), {"x": torch.zeros(3), "mask": torch.zeros(4), "n": torch.tensor(5)}), 0, 1)
     with pytest.raises(ValueError, match=r"one number of rows; batch has 3, batch has 4$"):

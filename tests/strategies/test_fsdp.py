@@ -4,7 +4,6 @@ import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,11 +24,25 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
-from strategies import DDP, FSDP, HSDP, NAMES
+from strategies import DDP, FSDP, HSDP
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.processes import launch
-from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.training import (
+    SHAPE,
+    LinesLogger,
+    Outcome,
+    assert_agree,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    net,
+    outcome,
+    trainer,
+    weights,
+)
 
 DOUBLE: dict[str, Any] = {"precision": "64-true", "max_epochs": -1}
 CLOSE = 1e-9  # in float64, where sums in another order differ by 1e-14
@@ -113,21 +126,11 @@ def small(**kwargs: Any) -> Digits:
     return digits(**{"batch_size": 11, "train_size": 29, "validation_size": 10} | kwargs)
 
 
-def outcome(name: str, path: Path, devices: int = 1, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(name: str, folder: Path, devices: int = 1, **options: Any) -> Outcome:
     """Losses and final weights of 20 steps; one validation comes first."""
     make, tag, data = CASES[name]
-    logger = LinesLogger(path / f"{name} {devices} {options}")
-    steps = {"max_steps": 20, "log_every_n_steps": 1, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
-    module = fit(make(), small(**data), devices, **DOUBLE | steps | {"logger": logger} | options)
-    return logger.values(tag), weights(module)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[float], dict[str, torch.Tensor]]]:
-    """What one process ends with, without a strategy."""
-    folder = tmp_path_factory.mktemp("alone")
-    found = cache(lambda name, options: outcome(name, folder, **dict(options)))
-    return lambda name, **options: found(name, tuple(options.items()))
+    steps = DOUBLE | {"max_steps": 20, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
+    return outcome(make(), small(**data), folder, [tag], devices, **steps | options)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +156,11 @@ def test_training_is_that_of_one_process(
     make: type[FSDP],
     sharding: dict[str, Any],
     options: dict[str, Any],
-    alone: Callable,
     tmp_path: Path,
 ) -> None:
-    losses, ended = alone(name, **options)
-    theirs, other = outcome(name, tmp_path, devices, strategy=make(timeout=60, **sharding), **options)
-    assert len(losses) >= 20
-    assert theirs == pytest.approx(losses, abs=CLOSE, rel=0)
-    assert_same(ended, other, atol=CLOSE)
+    one = trained(name, tmp_path, **options)
+    assert len(one[0]) >= 20
+    assert_agree(one, trained(name, tmp_path, devices, strategy=make(timeout=60, **sharding), **options), CLOSE)
 
 
 class Watch(Callback):
@@ -442,8 +442,3 @@ def test_half_precision_stays_near(sharding: dict[str, Any], precision: Any, tol
 def test_options_that_can_not_be_used_are_named(make: Callable[[], FSDP], devices: int, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         trainer(devices, strategy=make())
-
-
-def test_the_names_are_registered() -> None:
-    assert NAMES["fsdp"][0] == f"{FSDP.__module__}.FSDP"
-    assert NAMES["hsdp"][0] == f"{HSDP.__module__}.HSDP"
