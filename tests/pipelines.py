@@ -1,12 +1,11 @@
 """Modules that a pipeline trains in tests, cut into stages in several ways."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from harness.runs.quiet import quiet
 from lit_modules.nets import DeepNN, ResNet, Torchvision
 from strategies import DDP, PipelineStrategy
+from tests.callbacks import Notes
 from tests.training import classifier, digits, distillation, fit, trainer, weights
 
 Make = Callable[[], LightningModule]
@@ -164,15 +164,13 @@ class Slow(nn.Module):
         return x * self.scale
 
 
-class Placed(Callback):
-    """Writes down the names of the parameters that rank zero keeps."""
+def placed(folder: Path) -> Notes:
+    """Notes the names of the parameters that a rank keeps."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def names(_trainer: Any, module: Any) -> list[str]:
+        return [name for name, p in module.named_parameters() if not p.is_meta]
 
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps([name for name, p in module.named_parameters() if not p.is_meta]))
+    return Notes(folder, names, "on_train_start")
 
 
 def pairs(rows: int = 37) -> TensorDataset:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+import strategies
 from apprentice.keyed import with_seed
 from datamodules import Digits
 from harness.runs.quiet import quiet
@@ -82,6 +84,16 @@ def trainer(devices: int = 1, **kwargs: Any) -> Trainer:
     options |= {"strategy": DDP(timeout=60) if devices > 1 else "auto", "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     return Trainer(**options | kwargs)
+
+
+def on(place: str) -> dict[str, Any]:
+    """Options of `fit` for a strategy, by name, and its devices; "ddp 3", "pipeline 2 exact 4", "auto 1"."""
+    name, devices, *shards = place.split()
+    if name == "auto":
+        return {"devices": int(devices)}
+    path, options = strategies.NAMES[name]
+    exact = {"exact": int(shards[1])} if shards else {}
+    return {"devices": int(devices), "strategy": resolve_name(path)(timeout=60, **options, **exact)}
 
 
 def fit(module: LightningModule, data: Digits, devices: int = 1, **kwargs: Any) -> LightningModule:

@@ -32,6 +32,7 @@ from lit_modules.nets import LightNN
 from strategies import DDP
 from tests.commands import refused, results
 from tests.datamodules.test_resume import Saver
+from tests.grids import mostly_slow
 from tests.training import assert_same, fit, trainer, weights
 
 
@@ -353,7 +354,7 @@ class NoTest(NoValidation):
     test_dataloader = LightningDataModule.test_dataloader
 
 
-@pytest.mark.parametrize("kind", [NoValidation, NoTest])
+@pytest.mark.parametrize("kind", mostly_slow([NoValidation, NoTest], NoTest))
 def test_the_studies_take_one_that_lacks_a_loader(kind: type, tmp_path: Path) -> None:
     data = ["--data", f"{__name__}.{kind.__name__}"]
     kd.main([*data, "--teacher", "LightNN", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--seeds", "1",

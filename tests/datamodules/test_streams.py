@@ -69,9 +69,11 @@ def in_memory(root: Path) -> dict[str, torch.Tensor]:
     return ended(folder(root, cache="memory"))
 
 
+STREAMS = [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2), ("disk", None), ("disk", 2)]
+
+
 @pytest.mark.parametrize(
-    ("cache", "workers"),
-    [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2), ("disk", None), ("disk", 2)],
+    ("cache", "workers"), mostly_slow(STREAMS, ("none", 0), ("none", 3), ("memory", 2), ("disk", 2))
 )
 def test_a_stream_trains_to_the_bits_of_memory(
     root: Path, in_memory: dict[str, torch.Tensor], cache: Any, workers: int | None
@@ -296,6 +298,7 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
         ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
         ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
         ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+        ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),
     ],
     ids=str,
 )

@@ -120,6 +120,7 @@ def test_mean_and_deviation_of_every_set_can_be_given() -> None:
     refused: dict[str, dict[str, Any]] = {
         "data.mean [0.5]: expected a list of 3 numbers, one a channel": {"mean": [0.5]},
         "data.std [1, 0, 1]: expected a list of 3 numbers, one a channel, above 0": {"std": [1, 0, 1]},
+        "data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel": {"mean": [1.0, float("nan"), 1.0]},
     }
     for message, options in refused.items():
         with pytest.raises(BadInput) as error:

@@ -10,14 +10,13 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
-from lab.strategies import DDPRing
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import CRD, Objective, Place, Sum
-from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
+from strategies import PipelineStrategy
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.strategies.test_strategies import SaveAndStop
-from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, on, outcome, trainer, weights
 
 SAMPLES = 75  # in batches of 37, the last of which has one row: ranks are empty
 MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(negatives=20)])}
@@ -28,52 +27,35 @@ def module(*names: str, samples: int | None = SAMPLES, **options: Any) -> Distil
     return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, samples=samples, **options)
 
 
-def trained(devices: int, folder: Path, **options: Any) -> Outcome:
+def trained(folder: Path, place: str, **options: Any) -> Outcome:
     tags = [f"{name}/train/loss" for name in MADE]
-    return outcome(module(), digits(train_size=SAMPLES), folder, tags, devices, **options)
+    return outcome(module(), digits(train_size=SAMPLES), folder, tags, **on(place), **options)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return trained(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+    return trained(tmp_path_factory.mktemp("alone"), "auto 1", precision="64-true")
 
 
-CASES: dict[str, tuple[int, Callable[[], Any]]] = {
-    "ddp": (3, lambda: DDP(timeout=60)),
-    "zero1": (2, lambda: ZeRO1(timeout=60)),
-    "ring": (2, lambda: DDPRing(timeout=60)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp"))
-def test_any_number_of_processes_keeps_one_memory(case: str, alone: Any, tmp_path: Path) -> None:
-    devices, strategy = CASES[case]
-    assert_agree(alone, trained(devices, tmp_path, precision="64-true", strategy=strategy()))
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "ddp_zero1 2", "ddp_ring 2", "fsdp 2"], "ddp 3"))
+def test_any_number_of_processes_keeps_one_memory(place: str, alone: Outcome, tmp_path: Path) -> None:
+    assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
 
 def test_exact_is_bitwise(tmp_path: Path) -> None:
-    assert_agree(*(trained(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2)), 0.0)
+    assert_agree(trained(tmp_path, "ddp 1 exact 4"), trained(tmp_path, "ddp 2 exact 4"), 0.0)
 
 
-RESUMED: dict[str, tuple[int, Callable[[], Any]]] = {
-    "auto": (1, lambda: "auto"),
-    "exact": (2, lambda: DDP(timeout=60, exact=4)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("case", mostly_slow(RESUMED, "auto"))
+@pytest.mark.parametrize("place", mostly_slow(["auto 1", "ddp 2 exact 4", "fsdp 2"], "auto 1"))
 def test_stopped_in_mid_epoch_and_resumed_it_ends_with_the_bits_of_an_undisturbed_one(
-    case: str, tmp_path: Path
+    place: str, tmp_path: Path
 ) -> None:
-    devices, make = RESUMED[case]
-    undisturbed = fit(module(), digits(train_size=SAMPLES), devices, strategy=make())
+    undisturbed = fit(module(), digits(train_size=SAMPLES), **on(place))
     path = tmp_path / "stopped.ckpt"
-    fit(module(), digits(train_size=SAMPLES), devices, strategy=make(), callbacks=[SaveAndStop(path, 4)])
+    fit(module(), digits(train_size=SAMPLES), **on(place), callbacks=[SaveAndStop(path, 4)])
     resumed, data = module(), digits(train_size=SAMPLES)
     with quiet():
-        trainer(devices, strategy=make()).fit(resumed, data, ckpt_path=path, weights_only=True)
+        trainer(**on(place)).fit(resumed, data, ckpt_path=path, weights_only=True)
     assert_same(weights(undisturbed), weights(resumed))
 
 

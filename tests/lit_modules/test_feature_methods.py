@@ -18,8 +18,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
 from lit_modules.objectives.base import Term, condense_teacher, select_view
-from strategies import DDP
-from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, weights
+from tests.training import SHAPE, assert_agree, assert_same, digits, fit, net, on, outcome, weights
 
 B, CLASSES = 3, 4
 Shape = tuple[int, ...]
@@ -395,18 +394,13 @@ def module(*names: str, teacher: nn.Module | None = None, **options: Any) -> Dis
     return Distillation(teacher or net(DeepNN, seed=1), students | others, input_shape=SHAPE, **options)
 
 
-def trained(devices: int, folder: Path, **options: Any) -> Outcome:
+@pytest.mark.parametrize(("places", "options", "atol"), [
+    (("ddp 1", "ddp 2"), {"precision": "64-true"}, 1e-9), (("ddp 1 exact 2", "ddp 2 exact 2"), {}, 0.0),
+])  # fmt: skip
+def test_two_processes_compute_what_one_does(places: Any, options: Any, atol: float, tmp_path: Path) -> None:
     tags = [f"{name}/train/loss" for name in FITTED]
-    return outcome(module(), digits(train_size=75), folder, tags, devices, **options)
-
-
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    one, two = (trained(n, tmp_path, precision="64-true", strategy=DDP(timeout=60)) for n in (1, 2))
-    assert_agree(one, two)
-
-
-def test_exact_is_bitwise(tmp_path: Path) -> None:
-    assert_agree(*(trained(n, tmp_path, strategy=DDP(timeout=60, exact=2)) for n in (1, 2)), 0.0)
+    found = (outcome(module(), digits(train_size=75), tmp_path, tags, **on(place), **options) for place in places)
+    assert_agree(*found, atol)
 
 
 @pytest.mark.slow

@@ -26,9 +26,10 @@ from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, P
 from lit_modules.language_model import LitLanguageModel, rate_factor
 from lit_modules.tasks import TokenScores
 from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.language import gpt, language_model, text
-from tests.strategies.test_strategies import STEPS, SaveAndStop
+from tests.strategies.test_strategies import STEPS
 from tests.training import LinesLogger, Outcome, assert_agree, assert_same, fit, outcome, trainer, weights
 
 Make = Callable[..., DataParallel]

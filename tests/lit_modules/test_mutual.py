@@ -11,8 +11,7 @@ from apprentice.errors import BadInput
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import DML, CrossEntropy, Hinton, Objective, Place, Sum
-from strategies import DDP
-from tests.training import SHAPE, assert_same, digits, fit, net, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
 
 COHORT = {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
 
@@ -49,10 +48,8 @@ def test_a_cohort_is_the_same_alone_and_in_company_and_on_any_number_of_processe
     assert_same(of(alone, *COHORT), of(company, *COHORT))
     assert_same(of(company, "ce"), of(fit(module("ce", a=["ce"]), digits()), "ce"))
     assert len({x.sum().item() for key, x in of(alone, *COHORT).items() if key.endswith("features.0.weight")}) == 3
-    doubles = [weights(fit(module(), digits(), n, precision="64-true")) for n in (1, 3)]
-    assert_same(*doubles, atol=1e-9)
-    exact = [weights(fit(module(), digits(), n, strategy=DDP(timeout=60, exact=4))) for n in (1, 2)]
-    assert_same(*exact)
+    assert_same(*(weights(fit(module(), digits(), n, precision="64-true")) for n in (1, 3)), atol=1e-9)
+    assert_same(*(weights(fit(module(), digits(), **on(f"ddp {n} exact 4"))) for n in (1, 2)))
 
 
 class Watching(DML):

@@ -27,10 +27,10 @@ from lit_modules.objectives import CrossEntropy, Hint, Hinton
 from lit_modules.quantization import EXTRA, FakeQuantized, quantize_post_training
 from lit_modules.quantization.ranges import Range
 from lit_modules.quantized import Quantized
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Formula
 from tests.ranks import ranks
-from tests.strategies.test_strategies import SaveAndStop
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]

@@ -429,16 +429,3 @@ def test_half_precision_stays_near(sharding: dict[str, Any], precision: Any, tol
     assert len(curves[0]) == 9
     assert curves[1] == pytest.approx(curves[0], abs=tolerance, rel=0)
     assert curves[1] != pytest.approx(curves[0], abs=1e-6, rel=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "devices", "expected"),
-    [(lambda: FSDP(param_dtype="bf17"), 1, "param_dtype bf17: expected bf16 or fp16"),
-     (lambda: FSDP(offload=True), 2, "offload True: expected False"),
-     (lambda: HSDP(shard_size=3), 4, "shard_size 3: expected a number that divides the 4 devices"),
-     (lambda: HSDP(shard_size=0), 4, "shard_size 0: expected a number that divides the 4 devices"),
-     (HSDP, 1, "shard_size 2: expected a number that divides the 1 devices")],
-)  # fmt: skip
-def test_options_that_can_not_be_used_are_named(make: Callable[[], FSDP], devices: int, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        trainer(devices, strategy=make())

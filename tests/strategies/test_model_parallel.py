@@ -75,14 +75,6 @@ def test_a_whole_batch_has_the_plain_modules_bits(split_size: int | None) -> Non
         assert torch.equal(ours, theirs)
 
 
-def test_splits_draw_the_noise_of_their_rows() -> None:
-    split = ModelParallel([nn.Identity(), keyed.Dropout(0.5)], split_size=4)
-    ones = torch.ones(ROWS, 100)
-    with keyed.noise(seed=3, step=4, rows=torch.arange(ROWS)):
-        masks = [split(ones), keyed.Dropout(0.5)(ones)]
-    assert torch.equal(*masks)
-
-
 def test_a_batch_without_rows_goes_through() -> None:
     split = ModelParallel(stages(), split_size=4)
     y, *gradients = computed(split, images(torch.float32, rows=0))

@@ -213,8 +213,10 @@ class Columns(LightningDataModule):
     val_dataloader = train_dataloader
 
 
-@pytest.mark.parametrize("make", [Configured, SetUp])
-@pytest.mark.parametrize("strategy", [DDP, FSDP, PipelineStrategy])
+MADE = [(make, strategy) for make in (Configured, SetUp) for strategy in (DDP, FSDP, PipelineStrategy)]
+
+
+@pytest.mark.parametrize(("make", "strategy"), mostly_slow(MADE, (Configured, PipelineStrategy), (SetUp, FSDP)))
 def test_layers_that_ranks_have_made_are_trained(
     make: type[LightningModule], strategy: type[Strategy], tmp_path: Path
 ) -> None:

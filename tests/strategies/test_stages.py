@@ -1,7 +1,6 @@
 """What the pipeline is made of: stages that are balanced, tensors that travel."""
 
 import itertools
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from strategies.base import stages
 from strategies.pipeline import cutting
 from strategies.pipeline.buffers import Layout, Packing
 from strategies.pipeline.placement import StagePlacement
-from tests.pipelines import Clock, Placed, Plain, Slow, ended, pipeline
+from tests.pipelines import Clock, Plain, Slow, ended, pipeline, placed
 from tests.training import assert_same
 
 
@@ -83,9 +82,9 @@ def test_stages_are_balanced_by_what_is_asked_for(
     balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
-    placed = Placed(tmp_path / "names")
-    both, _ = ended(Uneven, pipeline(balance=balance), max_epochs=1, callbacks=[placed])
-    assert json.loads(placed.path.read_text()) == ["net.0.weight", "net.0.bias", *(f"net.{n}.scale" for n in slow)]
+    notes = placed(tmp_path / "names")
+    both, _ = ended(Uneven, pipeline(balance=balance), max_epochs=1, callbacks=[notes])
+    assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", *(f"net.{n}.scale" for n in slow)]]
     assert_same(both, ended(Uneven, max_epochs=1)[0], atol=1e-9)  # measuring has left no trace
 
 

@@ -1,13 +1,12 @@
 """Ranks that compute a net's layers together end where one process ends, and its checkpoints are theirs."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -18,7 +17,8 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
-from strategies import DDP, FSDP, HSDP
+from strategies import DDP, FSDP
+from tests.callbacks import Notes
 from tests.processes import launch
 from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, goes_on, small
 from tests.training import SHAPE, Outcome, assert_agree, assert_same, fit, net, outcome, trainer, weights
@@ -99,28 +99,20 @@ def test_training_is_that_of_one_process(
     assert their_scores == pytest.approx(scores, abs=CLOSE, rel=0)
 
 
-class Parts(Callback):
-    """Notes the elements of parameters and of Adam's moments that a rank holds."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
-        found = [
-            sum(x.to_local().numel() for x in of if x.device_mesh.ndim == 2)
-            for of in (list(pl_module.parameters()), moments)
-        ]
-        (self.path / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+def elements(trainer: Any, module: Any) -> list[int]:
+    """How many elements of cut parameters and of their moments a rank holds."""
+    moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
+    held = list(module.parameters()), moments
+    return [sum(x.to_local().numel() for x in tensors if x.device_mesh.ndim == 2) for tensors in held]
 
 
 def test_a_rank_holds_its_part_of_the_layers_that_are_cut(tmp_path: Path) -> None:
-    module = LitClassifier(vit())
-    fit(module, small(), 4, strategy=FSDP(timeout=60, mesh=SQUARE), callbacks=[Parts(tmp_path)], max_steps=2)
+    module, notes = LitClassifier(vit()), Notes(tmp_path / "ranks", elements, "on_train_end")
+    fit(module, small(), 4, strategy=FSDP(timeout=60, mesh=SQUARE), callbacks=[notes], max_steps=2)
     cut = [p for name, p in module.named_parameters() if ".attention." in name or ".mlp." in name]
     shared = [p for name, p in module.named_parameters() if name.endswith((".attention.out.bias", ".mlp.2.bias"))]
     whole, twice = (sum(p.numel() for p in of) for of in (cut, shared))
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    found = [facts[0] for facts in notes.of_ranks()]
     assert [sum(each) for each in zip(*found, strict=True)] == [whole + twice, 2 * (whole + twice)]
     assert max(parameters for parameters, _ in found) == pytest.approx(whole / 4, rel=0.05)
 
@@ -169,8 +161,3 @@ def test_what_can_not_be_cut_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fit(make(), small(), devices, strategy=FSDP(timeout=60, mesh=mesh), max_steps=1)
-
-
-def test_groups_of_hsdp_are_not_a_mesh() -> None:
-    with pytest.raises(ValueError, match="expected none: shard_size makes the groups"):
-        HSDP(mesh=TWO)

@@ -1,5 +1,6 @@
 """Parameters that are frozen and unfrozen while a fit runs: all ranks go on with the same gradients."""
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPPowerSGD, LocalSGD, ParamServer
 from strategies import DDP, FSDP, ZeRO1
+from tests.grids import mostly_slow
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was")
@@ -109,13 +111,15 @@ TOGGLED = {
 }
 
 
-@pytest.mark.parametrize("name", TOGGLED)
+@pytest.mark.parametrize("name", mostly_slow(TOGGLED, "ddp", "ddp_allreduce"))
 def test_flags_may_alternate_within_a_step(name: str) -> None:
     alike(Adversarial, TOGGLED[name]())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", TOGGLED)
+TURNS = mostly_slow(itertools.product(TOGGLED, [1, 2]), ("ddp", 1), ("ddp", 2), ("ddp_allreduce", 2), ("ddp_zero1", 1))
+
+
+@pytest.mark.parametrize(("name", "accumulate"), TURNS)
 def test_flags_may_alternate_from_step_to_step(name: str, accumulate: int) -> None:
     alike(Alternating, TOGGLED[name](), accumulate_grad_batches=accumulate)
 
@@ -138,8 +142,16 @@ UNFROZEN = TOGGLED | {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", UNFROZEN)
+QUICK = [
+    ("ddp", 2),
+    ("ddp_powersgd", 1),
+    ("bucket_view", 1),
+    ("fsdp", 2),
+    ("local_sgd", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "accumulate"), mostly_slow(itertools.product(UNFROZEN, [1, 2]), *QUICK))
 def test_layers_that_are_unfrozen_are_averaged(name: str, accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate, "precision": "64-true"}
     alike(Plain, UNFROZEN[name](), Unfreezes(), **options)
@@ -201,16 +213,17 @@ class Freezes(Callback):
             pl_module.net[0].requires_grad_(False)
 
 
-def test_ranks_that_step_alone_average_what_is_frozen_later() -> None:
-    ended(Plain(), LocalSGD(period=100, **UNUSED), Freezes())
+ALONE: dict[str, tuple[type[Plain], Any, Callback | None]] = {
+    "frozen later": (Plain, lambda: LocalSGD(period=100, **UNUSED), Freezes()),
+    "frozen for a moment": (Adversarial, lambda: LocalSGD(period=2, **UNUSED), None),
+    "compression remembers anew": (Plain, lambda: DDPPowerSGD(start_step=2, timeout=30), Unfreezes()),
+}
 
 
-def test_ranks_that_step_alone_average_what_is_frozen_for_a_moment() -> None:
-    ended(Adversarial(), LocalSGD(period=2, **UNUSED))
-
-
-def test_a_rank_starts_anew_to_remember_what_compression_leaves_out() -> None:
-    ended(Plain(), DDPPowerSGD(start_step=2, timeout=30), Unfreezes())
+@pytest.mark.parametrize("case", ALONE)
+def test_ranks_that_step_alone_end_alike(case: str) -> None:
+    make, strategy, callback = ALONE[case]
+    ended(make(), strategy(), *([callback] if callback else []))
 
 
 class Sudden(Plain):
