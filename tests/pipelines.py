@@ -39,7 +39,6 @@ def pipeline(**options: Any) -> PipelineStrategy:
 
 
 def fitted(make: Make, devices: int = 1, strategy: Any = None, **kwargs: Any) -> LightningModule:
-    """A module after a short fit; batches of 37, the last of 27."""
     data = kwargs.pop("data", {})
     return fit(make(), digits(**data), devices, strategy=strategy or DDP(timeout=60), **kwargs)
 
@@ -153,8 +152,6 @@ class Clock:
 
 
 class Slow(nn.Module):
-    """Takes a second, of `Clock`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))

@@ -20,7 +20,6 @@ ROWS = 48
 
 
 def points(rows: int = ROWS) -> TensorDataset:
-    """Inputs (6,) and labels of three classes."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x, (x[:, :3] + 0.5 * x[:, 3:]).argmax(1))
@@ -237,8 +236,6 @@ class Backbone(Classifier):
 
 
 class Finetuning(BaseFinetuning):
-    """Trains the head for an epoch, then all but the embedding."""
-
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.backbone)
 
@@ -335,16 +332,12 @@ class Penalized(Classifier):
 
 
 class Lasso(Classifier):
-    """An L1 term over all parameters."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss + 0.01 * torch.stack([p.abs().sum() for p in self.parameters()]).sum()
 
 
 class Temperature(nn.Module):
-    """Divides by a number that is trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -354,8 +347,6 @@ class Temperature(nn.Module):
 
 
 class Tempered(Classifier):
-    """Its temperature is a scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp().append(Temperature())

@@ -96,8 +96,6 @@ class Mine(LightningDataModule):
 
 
 class Batches:
-    """No DataLoader: the same batches each time."""
-
     def __init__(self, count: int, size: int = 16) -> None:
         self.count, self.size = count, size
 
@@ -112,8 +110,6 @@ class Batches:
 
 
 class Plain(Mine):
-    """With loaders that are no DataLoaders."""
-
     def train_dataloader(self) -> Any:
         return Batches(5)
 
@@ -220,8 +216,6 @@ def test_its_hooks_run_and_batches_are_tested_once_under_a_limit() -> None:
 
 
 class Stream(IterableDataset):
-    """Without a length."""
-
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         return iter([(torch.zeros(1, 8, 8), 0)] * 20)
 
@@ -242,7 +236,6 @@ def samples(*values: tuple[Any, Any], batch_size: int = 4, **options: Any) -> Da
 
 
 def named(*names: str) -> DataLoader:
-    """A loader of a part of a data set whose classes have these names."""
     data = TensorDataset(*USUAL)
     data.classes = list(names)  # type: ignore[attr-defined]
     return DataLoader(Subset(data, range(8)), batch_size=4)
@@ -336,8 +329,6 @@ def test_what_does_not_hold_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class NoValidation(LightningDataModule):
-    """Trains and tests."""
-
     num_classes = 3
 
     def train_dataloader(self) -> Any:
@@ -348,8 +339,6 @@ class NoValidation(LightningDataModule):
 
 
 class NoTest(NoValidation):
-    """Trains and validates."""
-
     val_dataloader = NoValidation.test_dataloader
     test_dataloader = LightningDataModule.test_dataloader
 

@@ -58,7 +58,6 @@ def served(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a server that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/"
 
@@ -84,7 +83,6 @@ def serve(served: Path, source: Any, files: dict[str, bytes], monkeypatch: pytes
 
 @pytest.fixture
 def cifar(served: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """A small archive on the server."""
     files = {f"data_batch_{i}": cifar_batch([*range(10), i], i) for i in range(1, 6)}
     files["test_batch"] = cifar_batch(list(range(10)) * 2, 6)
     files["batches.meta"] = pickle.dumps({"label_names": CLASSES})

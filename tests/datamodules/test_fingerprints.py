@@ -37,7 +37,6 @@ def of_folder(root: Path, **options: Any) -> Fingerprint:
 
 
 def replaced(path: Path) -> None:
-    """Another picture of the same size, and with the same times."""
     before = path.stat()
     picture(path, 99)
     assert path.stat().st_size == before.st_size

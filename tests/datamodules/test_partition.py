@@ -23,7 +23,6 @@ FRACTIONS = [0.7, 0.2, 0.1]
 
 
 def epochs(fractions: list[float], count: int = 2, size: int = 112, seed: int = 0) -> list[list[list[Batch]]]:
-    """The batches of each epoch, of each rank."""
     split = digits(train_size=size).split("train")
     ranks = len(fractions)
     loaders = [TrainLoader(split, 37, PartitionedOrder(fractions, 5, size, seed), r, ranks) for r in range(ranks)]
@@ -64,8 +63,6 @@ def test_a_global_batch_is_whole_and_shared_in_proportion(fractions: list[float]
 
 
 class Whole(PartitionedOrder):
-    """The same global batches on one process."""
-
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         return torch.arange(count)
 

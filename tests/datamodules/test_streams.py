@@ -138,7 +138,6 @@ def copied(root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def damaged(copied: Path) -> Path:
-    """A copy, with a file that is cut in the middle and one that is no image."""
     cut = copied / "train" / "dog" / "7.png"
     cut.write_bytes(cut.read_bytes()[:120])
     (copied / "test" / "cat" / "2.jpg").write_bytes(b"no image")
@@ -188,7 +187,6 @@ def kill_a_worker() -> None:
 
 @pytest.fixture(scope="module")
 def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study in memory, which nothing stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run = study(root, out, "--data.cache", "memory")
     assert run.wait() == 0, run.output

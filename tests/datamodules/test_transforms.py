@@ -73,8 +73,6 @@ def test_half_of_the_images_are_mirrored() -> None:
 
 
 class Noisy:
-    """A user's own: draws from all three generators."""
-
     def __call__(self, image: Tensor) -> Tensor:
         drawn = random.randrange(8), np.random.randint(8), torch.randint(8, ())  # noqa: NPY002
         return image.roll(sum(map(int, drawn)), -1)

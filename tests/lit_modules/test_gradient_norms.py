@@ -16,8 +16,6 @@ NAMES = ("ce", "cosine")
 
 
 class Norms(Callback):
-    """Computes the norms before the module's own hook does."""
-
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = {name: [] for name in NAMES}
 

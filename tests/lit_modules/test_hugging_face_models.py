@@ -37,8 +37,6 @@ def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
 
 
 class Words(Digits):
-    """The digits, with names."""
-
     class_names = tuple(f"digit {number}" for number in range(10))
 
 

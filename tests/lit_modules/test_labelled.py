@@ -60,7 +60,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def without_dropout(made: Any) -> Any:
-    """The module without dropout."""
     for layer in made.modules():
         if isinstance(layer, Dropout):
             layer.p = 0.0
@@ -176,8 +175,6 @@ def test_other_labels_change_nothing() -> None:
 
 
 class Secret(Objective):
-    """Uses labels, and does not say so."""
-
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         return {"mine": Term(F.cross_entropy(student.logits, labels, reduction="none"), 1.0)}
 

@@ -56,8 +56,6 @@ STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
 
 
 class Watched(Callback):
-    """Learning rates and norms of gradients, as each step takes them."""
-
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.norms: list[float] = []
@@ -308,8 +306,6 @@ def test_values_that_can_not_be_used_are_refused(options: dict[str, Any], messag
 
 
 class Bigrams(nn.Module):
-    """Anyone's net."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 11)

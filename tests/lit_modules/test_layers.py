@@ -79,8 +79,6 @@ def test_a_net_without_the_layer_says_which_it_has() -> None:
 
 
 class Between(Objective):
-    """Reads layers that a pipeline computes in several stages."""
-
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.student_layers = self.teacher_layers = {name: name for name in names}

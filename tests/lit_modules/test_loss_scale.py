@@ -45,8 +45,6 @@ def half(init_scale: float = HUGE, **kwargs: Any) -> MixedPrecision:
 
 
 class Scales(Notes):
-    """The scales after every batch."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._scales, "on_train_batch_end")
 
@@ -85,7 +83,6 @@ def company(**objectives: Objective) -> Distillation:
 
 
 def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:
-    """Student b's weights after 12 steps with clipped gradients."""
     fit(module, digits(), devices, max_epochs=4, plugins=[half(2.0**8)], gradient_clip_val=0.5, **kwargs)
     return weights(module.students["b"])
 
@@ -172,8 +169,6 @@ def test_one_run_steps_as_in_torchs_own_loop(accumulated: int, clip: float | Non
 
 
 class Returned(Callback):
-    """Keeps what Lightning makes of the training step's loss, and what the progress bar shows."""
-
     def __init__(self) -> None:
         self.values: list[list[float]] = []
 
@@ -318,7 +313,6 @@ def test_ranks_decide_alike_on_gradients_that_they_share_or_not(tmp_path: Path) 
 
 
 def curves(module: Distillation, devices: int, path: Path, **kwargs: Any) -> dict[str, list[float]]:
-    """Losses of 12 steps."""
     logger = LinesLogger(path)
     fit(module, digits(), devices, max_epochs=4, log_every_n_steps=1, logger=logger, **kwargs)
     return {name: logger.values(f"{name}/train/loss")[:12] for name in module.runs}

@@ -228,8 +228,6 @@ def test_global_batch_norm_keeps_names_weights_and_one_process_bits() -> None:
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As timm's of this name."""
-
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
         self.drop, self.act = nn.Identity(), nn.SiLU()
@@ -390,8 +388,6 @@ def test_a_text_is_classified_by_its_tokens_and_not_by_its_padding() -> None:
 
 
 class _Odd(nn.Module):
-    """Not a chain of its children, in one of several ways."""
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.one, self.two = way, nn.Linear(4, 4), nn.Linear(4, 4)

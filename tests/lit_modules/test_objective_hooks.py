@@ -19,8 +19,6 @@ def module(**students: Objective) -> Distillation:
 
 
 class Seen(Objective):
-    """Notes its places."""
-
     uses_teacher = False
 
     def __init__(self) -> None:

@@ -24,8 +24,6 @@ sgd = partial(SGD, lr=0.1, momentum=0.9)
 
 
 class Rates(Callback):
-    """Keeps the learning rates and momenta of the optimizer's steps."""
-
     def __init__(self) -> None:
         self.seen: list[tuple[float, float]] = []
 
@@ -35,7 +33,6 @@ class Rates(Callback):
 
 
 def by_hand(make: Make, steps: int, every: int = 1) -> list[tuple[float, float]]:
-    """Those of a loop that calls the scheduler after each `every`-th step."""
     optimizer = sgd([nn.Parameter(torch.zeros(1))])
     scheduler, seen = make(optimizer), list[tuple[float, float]]()
     for step in range(steps):

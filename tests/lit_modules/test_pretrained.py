@@ -158,8 +158,6 @@ def test_a_run_with_pretrained_weights_is_rebuilt_from_its_own(resnet: tuple[nn.
 
 
 class Many(nn.Module):
-    """Gives its logits as another library's models do."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layers = kind, nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

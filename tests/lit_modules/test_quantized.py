@@ -52,7 +52,6 @@ def module(make: Callable[..., nn.Module] = LightNN, distil: bool = False) -> Qu
 
 @functools.cache
 def made(make: Callable[..., nn.Module], distil: bool) -> Quantized:
-    """Preparing a ResNet takes torchao seconds."""
     objective, teacher = (Hint(), net(DeepNN, seed=1)) if distil else (CrossEntropy(), None)
     return Quantized(net(make), objective, teacher, SHAPE, freeze_epoch=1)
 
@@ -221,14 +220,11 @@ def test_ranges_and_statistics_stay_once_frozen() -> None:
 
 
 def observed(fake: FakeQuantized) -> dict[str, torch.Tensor]:
-    """Ranges of activations, and BatchNorm's statistics."""
     wanted = ("low", "high", "running_mean", "running_var")
     return {key: value for key, value in weights(fake).items() if key.endswith(wanted)}
 
 
 class Branching(nn.Module):
-    """It looks at its input's values, which a graph can't."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(64, 10)
@@ -239,8 +235,6 @@ class Branching(nn.Module):
 
 
 class Templates(nn.Module):
-    """Logits without any layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.templates = nn.Parameter(torch.zeros(64, 10))
@@ -274,7 +268,6 @@ def test_what_can_not_be_trained_is_refused() -> None:
 
 
 def shares() -> None:
-    """Three ranks, one of them without rows."""
     import torch.distributed as dist
 
     whole = [inputs(8), 3 * inputs(8)]

@@ -87,8 +87,6 @@ def test_nets_of_maps_fit_one_another(student: type[nn.Module], teacher: type[nn
 
 
 class Pooled(nn.Module):
-    """Maps of `size` x `size` pixels, and a linear classifier."""
-
     feature_layer = "parts.1"
 
     def __init__(self, size: int) -> None:

@@ -245,7 +245,6 @@ def test_fewer_bits_are_better() -> None:
 
 
 def outcome(out: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The table without times, and the weights' files."""
     found = results(out)
     rows = {"teacher": found["teacher"], **found["students"]}
     files = {name: (out / "seed0" / name / "weights.pt").read_bytes() for name in rows}

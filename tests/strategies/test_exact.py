@@ -150,7 +150,6 @@ def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
 
 
 def known(trainer: Any, _module: Any) -> list[dict[str, str]]:
-    """All values that a rank knows of, to the bit."""
     metrics = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
     return [{name: float(value).hex() for name, value in sorted(found.items())} for found in metrics]
 
@@ -200,8 +199,6 @@ def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
 
 
 class Steep(LightningModule):
-    """Its loss is as steep as it is told to be."""
-
     def __init__(self, slope: float) -> None:
         super().__init__()
         self.fine, self.steep = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
@@ -272,8 +269,6 @@ def test_shards_with_rows_lie_evenly_among_the_empty() -> None:
 
 
 class Normed(LightningModule):
-    """Anyone's net with BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -315,8 +310,6 @@ def test_fewer_shards_than_devices_have_the_same_bits() -> None:
 
 
 class Sparse(Normed):
-    """Has an embedding whose gradients name the rows that they are of."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(10, 10, sparse=True))
@@ -325,83 +318,48 @@ class Sparse(Normed):
         return F.cross_entropy(self.net(batch[1]), batch[1])
 
 
-class Counting(Normed):
-    """Keeps a count between calls, which no strategy can merge."""
+def changing(
+    step: Callable[[Any, int], Any] = lambda *_: None, first: Callable[[Any], Any] = lambda _: None
+) -> Callable[[], LightningModule]:
+    """Makes a `Normed` that is changed once it is made, and again in each step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
+    class Changing(Normed):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            step(self, batch_idx)
+            return super().training_step(batch, batch_idx)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += 1
-        return super().training_step(batch, batch_idx)
+    def make() -> LightningModule:
+        module = Changing()
+        first(module)
+        return module
 
-
-class Manual(Normed):
-    """Optimizes by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Complex(Normed):
-    """Has a parameter whose gradients have two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * self.phase.abs().mean()
-
-
-class Frozen(Normed):
-    """Has nothing to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+    return make
 
 
 def test_a_module_that_is_frozen_as_a_whole_is_torchs_to_refuse() -> None:
     for strategy in ("auto", DDP(exact=8)):
         with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
-            normed(16, 16, make=Frozen, strategy=strategy)
+            normed(16, 16, make=changing(first=lambda m: m.requires_grad_(False)), strategy=strategy)
 
 
-class Alternates(Normed):
-    """Freezes a layer in every second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.net[1].requires_grad_(batch_idx % 2 == 0)
-        return super().training_step(batch, batch_idx)
-
-
-class Unfreezes(Normed):
-    """Begins to train a layer in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1].requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.net.requires_grad_(True)
-        return super().training_step(batch, batch_idx)
-
-
+COUNTING = changing(lambda m, _: m.seen.add_(1), lambda m: m.register_buffer("seen", torch.zeros(())))
+MANUAL = changing(first=lambda m: setattr(m, "automatic_optimization", False))
+PHASE = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+COMPLEX = changing(first=lambda m: m.register_parameter("phase", PHASE))
+ALTERNATING = changing(lambda m, batch_idx: m.net[1].requires_grad_(batch_idx % 2 == 0))
+UNFREEZING = changing(lambda m, _: m.net.requires_grad_(True), lambda m: m.net[1].requires_grad_(False))
 TRAINS = r"expected a training_step that freezes, unfreezes and replaces no parameter, .* so with net\.1\.weight"
 ONE_ROW = "exact 8: expected batches of two rows or more for BatchNorm; shard 0 of 8 has 1 of the batch's 1"
-REFUSED: dict[str, tuple[type[LightningModule], str, int, str]] = {  # with rows in batches of 16
-    "a count": (Counting, "ddp 1 exact 8", 32, "seen has changed"),
-    "manual": (Manual, "ddp 1 exact 8", 16, "automatic optimization"),
+REFUSED: dict[str, tuple[Callable[[], LightningModule], str, int, str]] = {  # with rows in batches of 16
+    "a count": (COUNTING, "ddp 1 exact 8", 32, "seen has changed"),
+    "manual": (MANUAL, "ddp 1 exact 8", 16, "automatic optimization"),
     "sparse": (Sparse, "ddp 1 exact 8", 16, r"exact 8: expected dense gradients; that of net.0.weight is sparse"),
-    "complex": (Complex, "ddp 1 exact 8", 16, r"exact 8: expected real parameters; phase is complex"),
+    "complex": (COMPLEX, "ddp 1 exact 8", 16, r"exact 8: expected real parameters; phase is complex"),
     "one row": (Normed, "ddp 1 exact 8", 17, ONE_ROW),
     "one row of two ranks": (Normed, "ddp 2 exact 8", 17, ONE_ROW),
-    "alternating": (Alternates, "ddp 1 exact 2", 64, TRAINS),
-    "unfreezing": (Unfreezes, "ddp 1 exact 2", 64, TRAINS),
-    "unfreezing on two ranks": (Unfreezes, "ddp 2 exact 2", 64, TRAINS),
+    "alternating": (ALTERNATING, "ddp 1 exact 2", 64, TRAINS),
+    "unfreezing": (UNFREEZING, "ddp 1 exact 2", 64, TRAINS),
+    "unfreezing on two ranks": (UNFREEZING, "ddp 2 exact 2", 64, TRAINS),
 }
 
 

@@ -74,7 +74,6 @@ class Talker(LightningModule):
 
 
 def known(trainer: Any, _module: Any) -> list[dict[str, float]]:
-    """All that a rank's Trainer knows."""
     metrics = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
     return [{name: float(value) for name, value in found.items()} for found in metrics]
 
@@ -90,7 +89,6 @@ def loader(rows: int, batch_size: int) -> DataLoader:
 
 
 def told(folder: Path, devices: int, exact: int | None, run: Callable[[Trainer], Any]) -> tuple[Any, ...]:
-    """Lines of the logger, what each rank knew, and what `run` returned."""
     folder.mkdir()
     logger, strategy = LinesLogger(folder / "lines"), DDP(timeout=60, exact=exact) if exact else "auto"
     options = {"strategy": strategy, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 1}

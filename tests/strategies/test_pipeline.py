@@ -126,7 +126,6 @@ def test_predictions_and_scores() -> None:
 
 
 def step(trainer: Any, module: Any) -> dict[str, Any]:
-    """What a rank sees after a step."""
     return {
         "own": [name for name, p in module.named_parameters() if not p.is_meta],
         "logged": {name: float(value).hex() for name, value in trainer.logged_metrics.items()},
@@ -137,7 +136,6 @@ def step(trainer: Any, module: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What three ranks saw, in order."""
     notes = Notes(tmp_path_factory.mktemp("watched"), step, "on_train_batch_end")
     callbacks = [notes, EarlyStopping("val_loss", patience=2, min_delta=10.0)]
     data = {"train_size": 400, "batch_size": 200, "validation_size": 50}

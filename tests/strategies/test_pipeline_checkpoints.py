@@ -16,7 +16,6 @@ from tests.training import assert_same, digits, trainer, weights
 
 
 def resumed(make: Make, path: Path, hops: list[tuple[int, Any]]) -> dict[str, torch.Tensor]:
-    """Weights after as many fits, each of which goes on where the one before was stopped."""
     module = make()
     for number, (devices, strategy) in enumerate(hops):
         module, before = make(), path / f"{number}.ckpt"

@@ -82,8 +82,6 @@ def test_exact_bits_on_eight_processes() -> None:
 
 
 class Replaces(Callback):
-    """Puts another parameter in the place of one, under the same name."""
-
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.current_epoch == 1:
             layer = module.net[-1]
@@ -101,8 +99,6 @@ def test_a_parameter_that_is_replaced_in_a_fit_goes_on_training() -> None:
 
 
 class Unfreezes(Plain):
-    """Begins to train a layer in a step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net[-1].requires_grad_(False)

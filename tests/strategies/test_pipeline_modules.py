@@ -18,8 +18,6 @@ from tests.training import LinesLogger, assert_same, trainer, weights
 
 
 class Thaws(Callback):
-    """Freezes a layer, or all but a layer, for an epoch."""
-
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         module.net[0].requires_grad_(trainer.current_epoch > 0)
 

@@ -21,8 +21,6 @@ Make = Callable[[], LightningModule]
 
 
 class Layer(nn.Module):
-    """A layer without weights."""
-
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self.function = function

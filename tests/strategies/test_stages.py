@@ -56,8 +56,6 @@ def test_ranks_with_several_stages_are_balanced(rank_of: list[int]) -> None:
 
 
 class Asked(nn.Linear):
-    """Notes whether its inputs ask for gradients."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.asked = x.requires_grad
         return super().forward(x)

@@ -41,7 +41,6 @@ class Setup(NamedTuple):
     shares: int
 
     def strategy(self, case: "Case") -> Strategy | str:
-        """A new one."""
         kind = getattr(self.make, "func", None)
         told = case.find_unused_parameters and isinstance(kind, type) and issubclass(kind, Replicated)
         return self.make(find_unused_parameters=True) if told else self.make()
@@ -91,8 +90,6 @@ SETUPS = {
 
 
 class Outcome(NamedTuple):
-    """What a user has in the end."""
-
     tensors: dict[str, Tensor]
     logged: list[dict[str, float]]  # a line for each call of the logger's
     facts: dict[str, Any]
@@ -282,7 +279,6 @@ REFUSED = {
 
 @cache
 def reference(case: str) -> Outcome:
-    """On one device."""
     with tempfile.TemporaryDirectory() as folder:
         return run(case, one_device(), Path(folder))
 
@@ -305,7 +301,6 @@ def check(case: str, strategy: str, folder: Path) -> None:
 
 
 def assert_close(found: Any, right: Any, where: str) -> None:
-    """Equal, numbers to 1e-9."""
     if isinstance(right, dict):
         assert found.keys() == right.keys(), where
         for key, value in right.items():

@@ -201,7 +201,6 @@ def test_a_checkpoint_goes_on_under_any_strategy_on_any_number(tmp_path: Path) -
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Lightning's registry with these strategies in it, for a test."""
     before, lightnings = dict(StrategyRegistry), list(FSDPStrategy._registered_strategies)
     strategies.register()
     yield
