@@ -121,9 +121,7 @@ def test_any_number_of_processes_computes_one_loss(place: str, alone: Outcome, t
 
 
 def test_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
-    one, *others = (trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, 2, 3))
-    for other in others:
-        assert_agree(one, other, 0.0)
+    assert_agree(*(trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, 3)), 0.0)
 
 
 @pytest.mark.parametrize("exact", mostly_slow(["", " exact 4"], ""))

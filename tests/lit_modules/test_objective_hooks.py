@@ -46,4 +46,7 @@ def test_an_objective_knows_its_place() -> None:
 
 def test_what_is_stored_is_condensed() -> None:
     stored = module(a=AttentionTransfer(), b=Hinton())._ask_teacher(torch.rand(5, *SHAPE))
-    assert {key: tuple(x.shape) for key, x in stored.features.items()} == {"a>stage1": (5, 16), "a>stage2": (5, 4)}
+    assert {key: tuple(x.shape) for key, x in stored.features.items()} == {
+        "a>condensed.0": (5, 16),
+        "a>condensed.1": (5, 4),
+    }

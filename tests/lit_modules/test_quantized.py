@@ -66,13 +66,12 @@ def inputs(rows: int = 16) -> torch.Tensor:
     ids=["LightNN distilled", "ResNet"],
 )
 def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
-    one, *more = (
-        weights(fit(module(make, distil).double(), digits(validation_size=40), devices, precision="64-true"))
-        for devices in (1, 2, 3)
+    data = {"train_size": 74, "validation_size": 40}
+    one, three = (
+        weights(fit(module(make, distil).double(), digits(**data), devices, precision="64-true")) for devices in (1, 3)
     )
     assert {"best.epoch", "best.correct"} < set(one)  # what is deployed comes back from the ranks, too
-    for found in more:
-        assert_same(found, one, TOLERANCE)
+    assert_same(three, one, TOLERANCE)
 
 
 class Biased(nn.Module):
@@ -87,8 +86,11 @@ class Biased(nn.Module):
         return self.head(self.norm(self.stem(images) + 1).flatten(1))
 
 
+FOLDED = [(LightNN, 0), (SMALL, 0), (VISION, 0), (Biased, 1)]
+
+
 @pytest.mark.parametrize(
-    ("make", "left"), [(LightNN, 0), (SMALL, 0), (VISION, 0), (Biased, 1)], ids=["LightNN", "ResNet", "ViT", "biased"]
+    ("make", "left"), mostly_slow(FOLDED, *FOLDED[::2], FOLDED[3]), ids=["LightNN", "ResNet", "ViT", "biased"]
 )
 def test_int8_computes_what_training_has_simulated(make: Any, left: int) -> None:
     from torchao.quantization.pt2e import FakeQuantize

@@ -46,7 +46,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 PLACES = ["ddp 2", "ddp 3", "ddp 8", "ddp_allreduce 2", "hsdp 4", "ddp 2 exact 4"]
 
 
-@pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3", "ddp 2 exact 4"))
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
 def test_any_number_of_processes_computes_one_loss(place: str, alone: Outcome, tmp_path: Path) -> None:
     assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
@@ -68,7 +68,10 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return trained(tmp_path_factory.mktemp("exact"), "ddp 1 exact 4")
 
 
-@pytest.mark.parametrize("place", ["ddp 2 exact 4", "ddp 3 exact 4", "pipeline 2 exact 4"])
+EXACT = ["ddp 2 exact 4", "ddp 3 exact 4", "pipeline 2 exact 4"]
+
+
+@pytest.mark.parametrize("place", mostly_slow(EXACT, *EXACT[1:]))
 def test_exact_is_bitwise(place: str, exact: Outcome, tmp_path: Path) -> None:
     assert_agree(exact, trained(tmp_path, place), 0.0)
 
@@ -81,7 +84,7 @@ def test_so_it_is_in_other_pipelines(case: str, exact: Outcome, tmp_path: Path) 
     assert_agree(exact, trained(tmp_path, f"auto {devices}", strategy=strategy), 0.0)
 
 
-@pytest.mark.parametrize("name", RELATING)
+@pytest.mark.parametrize("name", mostly_slow(RELATING, "both"))
 def test_alone_as_in_company(name: str, tmp_path: Path) -> None:
     both = fit(module(), digits(train_size=75))
     own = {key: x for key, x in weights(both).items() if key.startswith(f"students.{name}.")}

@@ -70,9 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
     return ended(folder, logger=LinesLogger(folder / "log"), log_every_n_steps=1)
 
 
-@pytest.mark.parametrize(
-    "place", mostly_slow(["ddp 3", "ddp 2 exact 4", "fsdp 2", "pipeline 2"], "ddp 3", "pipeline 2")
-)
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "ddp 2 exact 4", "fsdp 2", "pipeline 2"], "ddp 3"))
 def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_path: Path) -> None:
     assert_same(weights(alone), weights(ended(tmp_path, place)), atol=1e-9)
 
@@ -272,7 +270,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "pipeline"], "ddp"))
+@pytest.mark.slow  # of one kind in tests/test_frozen.py
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, folder: Path) -> None:
     run = start(folder, strategy, "--exact", "4", *UNTIED, "--trainer.strategy", strategy, "--trainer.devices", "2")
     assert run.wait() == 0, run.output
