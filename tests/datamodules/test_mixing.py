@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from apprentice.batch import Batch, Mixed, Partners
-from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.mixing import Mixing
 from lit_modules.distillation import Distillation
@@ -153,20 +152,3 @@ def test_evaluation_sees_whole_images() -> None:
     module = classifier()
     runner = trainer()
     assert runner.test(module, mixed, verbose=False) == trainer().test(module, plain, verbose=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
-        ({"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
-        (
-            {"mixup": 1.0, "labelled": 50},
-            "data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
-        ),
-    ],
-)
-def test_what_can_not_be_mixed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        Digits(**options)
-    assert str(error.value) == message

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from apprentice.batch import Batch
-from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
 from experiments import hardware, kd
@@ -116,22 +115,6 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
     right = ended()
     ended(callbacks=[SaveAndStop(path, 4)])
     assert_same(ended(), right, atol=atol)
-
-
-REFUSED = {
-    "a sum that is not 1": ([0.7, 0.2], "data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
-    "negative": ([1.5, -0.5], "data.partition [1.5, -0.5]: expected fractions of at least 0"),
-    "not a number": ([float("nan"), 1.0], "data.partition [nan, 1.0]: expected fractions"),
-    "nothing": ([], "data.partition []: expected fractions"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_fractions_that_are_none_are_refused(case: str) -> None:
-    fractions, message = REFUSED[case]
-    with pytest.raises(BadInput) as refused:
-        Digits(partition=fractions)
-    assert str(refused.value).startswith(message)
 
 
 COMMANDS = {

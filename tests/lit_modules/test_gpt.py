@@ -153,21 +153,6 @@ def test_generation_stops_at_the_block_size() -> None:
             net.generate(prompts)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 5}, "num_heads 5: expected a divisor of embed_dim, 12"),
-        ({"num_layers": 0}, "num_layers 0: expected at least 1"),
-        ({"vocab_size": 0}, "vocab_size 0: expected at least 1"),
-        ({"dropout": 1.0}, r"dropout 1.0: expected at least 0, less than 1"),
-        ({"backend": "fast"}, "backend fast: expected one of auto, math"),
-    ],
-)
-def test_what_can_not_be_built_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gpt(**options)
-
-
 def test_what_can_not_be_computed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tokens \(2, 17\): expected texts of at most 16, the block size"):
         gpt()(tokens(2, 17))

@@ -28,7 +28,7 @@ from lit_modules.tasks import TokenScores
 from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.language import gpt, language_model, text
+from tests.language import language_model, text
 from tests.strategies.test_strategies import STEPS
 from tests.training import LinesLogger, Outcome, assert_agree, assert_same, fit, outcome, trainer, weights
 
@@ -289,20 +289,6 @@ def test_weight_decay_is_for_matrices_alone(tmp_path: Path) -> None:
     assert {p.dim() for p in others["params"]} == {1}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
     assert len(decayed["params"]) + len(others["params"]) == len(list(module.net.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": 0}, "lr 0: expected a number above 0"),
-        ({"warmup_steps": -1}, "warmup_steps -1: expected a number of 0 or more"),
-        ({"clip_norm": math.inf}, "clip_norm inf: expected a number of 0 or more"),
-        ({"betas": (0.9, 1.0)}, r"betas \[0.9, 1.0\]: expected two numbers"),
-    ],
-)
-def test_values_that_can_not_be_used_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        LitLanguageModel(gpt(), **options)
 
 
 class Bigrams(nn.Module):

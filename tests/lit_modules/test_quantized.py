@@ -30,7 +30,6 @@ from lit_modules.quantized import Quantized
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Formula
-from tests.ranks import ranks
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]
@@ -269,28 +268,8 @@ def test_what_can_not_be_trained_is_refused() -> None:
         Quantized(net(), input_shape=SHAPE, freeze_epoch=0)
 
 
-def shares() -> None:
-    import torch.distributed as dist
-
-    whole = [inputs(8), 3 * inputs(8)]
-    alone = activation()
-    split = activation()
-    cut = [slice(0, 5), slice(5, 8), slice(8, 8)][dist.get_rank()]
-    for batch in whole:
-        split(batch[cut])
-    low = whole[0].min().lerp(whole[1].min(), 0.01)
-    assert split.low == low
-    assert split.high == whole[0].max().lerp(whole[1].max(), 0.01)
-    alone.eval()(inputs(8))
-    assert alone.low == torch.inf
-
-
 def activation(averaging_constant: float = 0.01) -> Range:
     return Range(torch.uint8, torch.per_tensor_affine, 0, 255, averaging_constant=averaging_constant)
-
-
-def test_ranges_are_those_of_the_global_batch() -> None:
-    ranks(3, shares, backend="gloo")
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["activation", "weight"])

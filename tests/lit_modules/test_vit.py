@@ -111,22 +111,6 @@ def test_dropout_is_keyed_to_the_rows_of_the_global_batch() -> None:
     assert len(set(layers)) == len(layers) == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"patch_size": 5}, "patch_size 5: expected a divisor of the images' 32 x 32 pixels"),
-        ({"patch_size": 0}, "patch_size 0: expected a divisor"),
-        ({"num_heads": 5}, "num_heads 5: expected a divisor of embed_dim, 64"),
-        ({"num_layers": 0}, "num_layers 0: expected at least 1"),
-        ({"mlp_ratio": 0}, "mlp_ratio 0: expected at least 1"),
-        ({"input_shape": (64,)}, r"input_shape \(64,\): expected \(C, H, W\), images"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValueError, match=f"^{expected}"):
-        ViT(**options)
-
-
 # The same numbers everywhere
 
 

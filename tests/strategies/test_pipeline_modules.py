@@ -139,6 +139,25 @@ def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytes
     assert_same(one, both, atol=1e-9)
 
 
+class Uneven(Plain):
+    """Some layers take all the time, another has nearly all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 32), *(Slow() for _ in range(4)), nn.Linear(32, 32), nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
+def test_stages_are_balanced_by_what_is_asked_for(
+    balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
+    notes = placed(tmp_path / "names")
+    both, _ = ended(Uneven, pipeline(balance=balance), max_epochs=1, callbacks=[notes])
+    assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", *(f"net.{n}.scale" for n in slow)]]
+    assert_same(both, ended(Uneven, max_epochs=1)[0], atol=1e-9)  # measuring has left no trace
+
+
 def fails(rank: int, folder: Path) -> None:
     """A script whose fit fails, as each rank of torchrun's runs it, and that goes on with another."""
     module = Plain(Breaks())

@@ -1,9 +1,5 @@
 """A layer whose activations are recomputed trains as any other, whatever state its forward changes."""
 
-import copy
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -12,7 +8,6 @@ from torch.optim import SGD
 from apprentice.keyed import with_seed
 from lit_modules.classifier import LitClassifier
 from strategies import FSDP
-from strategies.sharding import recompute
 from tests.training import assert_same, digits, fit, weights
 
 WIDTH = 6
@@ -42,37 +37,16 @@ class Changing(nn.Module):
         return self.linear(x).tanh() * (self.state + self.count) + x
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "BatchNorm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)),
-    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
-    "spectral norm by hooks": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
-    **{how: (lambda how=how: Changing(how)) for how in ("in place", "data", "new", "number")},
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_recomputed_from_the_state_at_the_start_of_its_forward(name: str) -> None:
-    layer = LAYERS[name]().double()
-    ours = copy.deepcopy(layer)
-    recompute(ours)
-    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    for module in (layer, ours):
-        torch.manual_seed(0)
-        losses = [module(rows).square().sum() for rows in x]  # of accumulated batches
-        losses[1].backward(retain_graph=True)
-        losses[0].backward()
-        losses[1].backward()
-    assert_same(weights(layer), weights(ours))
-    assert_same({n: p.grad for n, p in layer.named_parameters()}, {n: p.grad for n, p in ours.named_parameters()})
-    assert getattr(layer, "count", 0) == getattr(ours, "count", 0)
-
-
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10)
-        self.blocks = nn.Sequential(*(LAYERS[name]() for name in ("BatchNorm", "spectral norm", "in place")))
-        self.blocks[0][2] = nn.Tanh()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
+            nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
+            nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),  # by hooks
+            *(Changing(how) for how in ("in place", "data", "new", "number")),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(images.flatten(1))))
