@@ -131,7 +131,7 @@ def test_cifar_is_downloaded_once_and_read(
     again = CIFAR10(tmp_path / "data", validation_size=0)
     assert again.sizes == data.sizes  # read at first use, no server needed
     (tmp_path / Source.filename).write_bytes(cifar)  # put there by hand
-    assert CIFAR10(tmp_path).sizes["test"] == 20
+    assert CIFAR10(tmp_path, validation_size=0).sizes["test"] == 20
     assert capsys.readouterr() == ("", "")
 
 

@@ -33,14 +33,9 @@ def trained(folder: Path, place: str, **options: Any) -> Outcome:
     return outcome(module(), digits(train_size=SAMPLES), folder, tags, **on(place), **options)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return trained(tmp_path_factory.mktemp("alone"), "auto 1", precision="64-true")
-
-
-@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "ddp_zero1 2", "ddp_ring 2", "fsdp 2"], "ddp 3"))
-def test_any_number_of_processes_keeps_one_memory(place: str, alone: Outcome, tmp_path: Path) -> None:
-    assert_agree(alone, trained(tmp_path, place, precision="64-true"))
+def test_any_number_of_processes_keeps_one_memory(tmp_path: Path) -> None:  # others: tests/harness/test_zoo.py
+    one, three = (trained(tmp_path, place, precision="64-true") for place in ("auto 1", "ddp 3"))
+    assert_agree(one, three)
 
 
 def test_exact_is_bitwise(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
+from tests.grids import mostly_slow
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
 
 
@@ -31,7 +32,7 @@ def company() -> Distillation:
     return fit(distillation([*VARIANTS, "kd2"]), digits(), gradient_clip_val=0.5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, "hint"))  # unclipped: tests/harness/test_zoo.py
 def test_alone_and_in_company_a_student_ends_with_the_same_bits(name: str, company: Distillation) -> None:
     alone = fit(distillation([name]), digits(), gradient_clip_val=0.5)
     assert_same(student_weights(alone, name), student_weights(company, name))

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 import strategies
 from apprentice.batch import Batch
-from apprentice.errors import BadInput
 from datamodules import Text
 from harness.runs.quiet import quiet
 from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
@@ -162,16 +161,6 @@ def test_noise_in_attentions_kernel_is_exact_under_exact_alone(tmp_path: Path) -
     assert found[4, 1][1] == found[4, 2][1]
     with pytest.raises(AssertionError):
         assert_same(found[None, 1][0], found[None, 2][0], atol=1e-3)
-
-
-def test_a_pipeline_refuses_what_it_can_not_hold(tmp_path: Path) -> None:
-    data = text(tmp_path)
-    with pytest.raises(BadInput, match=r"tie_weights True: expected False in a pipeline: tie_weights=False"):
-        fit(language_model(data), data, 2, strategy=PipelineStrategy(timeout=60))
-    with pytest.warns(UserWarning, match=NOISE):
-        noisy = language_model(data, tie_weights=False, attention_dropout=0.1)
-    with pytest.raises(ValueError, match=r"exact 4: expected apprentice.keyed.Dropout in a pipeline; net.blocks.0.att"):
-        fit(noisy, data, 2, strategy=PipelineStrategy(timeout=60, exact=4))
 
 
 def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(

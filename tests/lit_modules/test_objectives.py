@@ -261,7 +261,6 @@ REFUSED: list[tuple[Callable[..., objectives.Objective], dict[str, Any], str]] =
     (objectives.TfKD, {"correct": 1.0}, "correct 1.0: expected a probability above 0 and below 1"),
     (objectives.TfKD, {"alpha": 1.5}, "alpha 1.5: expected a number from 0 to 1"),
     (objectives.CrossEntropy, {"label_smoothing": 1.0}, "label_smoothing 1.0: expected a share of 0 or more, below 1"),
-    (objectives.DIST, {"temperature": 0}, "temperature 0: expected a number above 0, from 1e-18 to 1e+18"),
     (objectives.NKD, {"gamma": NAN}, "gamma nan: expected a number of 0 or more"),
 ]
 

@@ -302,14 +302,11 @@ def test_ranks_are_forked_where_that_is_safe(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DDP(timeout=0), "timeout 0: expected seconds, above 0"),
         (lambda: DDP(timeout=timedelta(0)), "timeout 0:00:00: expected seconds, above 0"),
-        (lambda: trainer(3, strategy=DDP(exact=2)), "exact 2: expected at least 3, the number of devices"),
         (lambda: DDP(exact=0), "exact 0: expected a number of shards, 1 to 4096"),
         (lambda: DDP(exact=4097), "exact 4097: expected a number of shards, 1 to 4096"),
         (lambda: trainer(2, strategy=FSDP(offload=True)), "offload True: expected False"),
         (lambda: FSDP(param_dtype="bf17"), "param_dtype bf17: expected bf16 or fp16"),
-        (lambda: trainer(4, strategy=HSDP(shard_size=3)), "shard_size 3: expected a number that divides the 4 devi"),
         (lambda: trainer(4, strategy=HSDP(shard_size=0)), "shard_size 0: expected a number that divides the 4 devi"),
         (lambda: trainer(1, strategy=HSDP()), "shard_size 2: expected a number that divides the 1 devices"),
         (lambda: HSDP(mesh={"tensor": 2}), "expected none: shard_size makes the groups"),
@@ -318,7 +315,6 @@ def test_ranks_are_forked_where_that_is_safe(
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps -1: expected 0 or more"),
         (lambda: DDPPowerSGD(rank=0), "rank 0: expected at least 1"),
         (lambda: DDPPowerSGD(start_step=1), "start_step 1: expected at least 2"),
-        (lambda: trainer(2, strategy=DDP(process_group_backend="nccl")), "process_group_backend nccl: expected gloo"),
     ],
 )
 def test_options_that_can_not_work_are_refused(make: Callable[[], Any], message: str) -> None:
