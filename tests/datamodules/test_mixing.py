@@ -18,7 +18,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
 from strategies import DDP, PipelineStrategy
-from tests.training import SHAPE, assert_same, classifier, digits, fit, net, trainer, weights
+from tests.training import SHAPE, assert_same, classifier, digits, fit, net, taught, trainer, weights
 
 MIXED: dict[str, Any] = {"augment": True, "mixup": 0.8, "cutmix": 1.0}
 
@@ -120,9 +120,7 @@ def test_losses_are_those_of_soft_labels() -> None:
 
 
 def students() -> Distillation:
-    objectives = {"kd": Hinton(), "sp": SP()}
-    pairs = {name: (net(), objective) for name, objective in objectives.items()}
-    return Distillation(net(DeepNN, seed=1), pairs, input_shape=SHAPE)
+    return taught({"kd": Hinton(), "sp": SP()})
 
 
 def ended(devices: int, **options: Any) -> dict[str, Tensor]:

@@ -11,21 +11,32 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Outputs
+from lit_modules.nets import Outputs
 from lit_modules.objectives import CRD, Objective, Place, Sum
 from strategies import PipelineStrategy
 from tests.callbacks import SaveAndStop
 from tests.formulas import assert_equal
 from tests.grids import mostly_slow
-from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, on, outcome, trainer, weights
+from tests.training import (
+    Outcome,
+    assert_agree,
+    assert_same,
+    digits,
+    fit,
+    net,
+    on,
+    outcome,
+    taught,
+    trainer,
+    weights,
+)
 
 SAMPLES = 75  # in batches of 37, the last of which has one row: ranks are empty
 MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(negatives=20)])}
 
 
 def module(*names: str, samples: int | None = SAMPLES, **options: Any) -> Distillation:
-    students = {name: (net(), MADE[name]()) for name in names or MADE}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, samples=samples, **options)
+    return taught({name: MADE[name]() for name in names or MADE}, samples=samples, **options)
 
 
 def trained(folder: Path, place: str, **options: Any) -> Outcome:
@@ -76,7 +87,7 @@ def test_the_memory_is_neither_sent_each_step_nor_part_of_the_net() -> None:
 )
 def test_refused(objective: Callable[[], Objective], options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=f"^{message}"):
-        Distillation(net(DeepNN), {"crd": (net(), objective())}, input_shape=SHAPE, **{"samples": 75} | options)
+        taught({"crd": objective()}, **{"samples": 75} | options)
 
 
 def test_a_pipeline_refuses_parts_on_the_teachers_side() -> None:

@@ -20,7 +20,19 @@ from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
 from tests.grids import mostly_slow
-from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+from tests.training import (
+    SHAPE,
+    VARIANTS,
+    LinesLogger,
+    assert_same,
+    digits,
+    distillation,
+    fit,
+    net,
+    taught,
+    trainer,
+    weights,
+)
 
 
 def student_weights(module: Distillation, name: str) -> dict[str, torch.Tensor]:
@@ -124,13 +136,12 @@ class Poisoned(Objective):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_path: Path) -> None:
-    students = {"bad": (net(), Poisoned(4)), "ce": (net(), CrossEntropy())}
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    module = taught({"bad": Poisoned(4), "ce": CrossEntropy()})
     logger = LinesLogger(tmp_path / "log")
     fit(module, digits(), devices, max_epochs=4, logger=logger, log_every_n_steps=1)
     assert len(set(logger.values("bad/train/loss"))) == 4  # Lightning repeats a last value to the end of its epoch
     assert len(logger.values("ce/train/loss")) == 12
-    stopped = Distillation(net(DeepNN), {"bad": (net(), Poisoned(100))}, input_shape=SHAPE)
+    stopped = taught({"bad": Poisoned(100)})
     fit(stopped, digits(), devices, max_epochs=-1, max_steps=4)
     assert_same(student_weights(module, "bad"), student_weights(stopped, "bad"))
     assert_same(
@@ -195,15 +206,15 @@ def test_noise_that_is_not_keyed_is_named_once() -> None:
 @pytest.mark.parametrize("name", ["items", "type", "a.b"])
 def test_a_name_that_torch_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match=f"variants {name}: expected a name"):
-        Distillation(net(DeepNN), {name: (net(), CrossEntropy())}, input_shape=SHAPE)
+        taught({name: CrossEntropy()})
 
 
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
     with pytest.raises(BadInput, match=r"variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
-        Distillation(teacher, {"h": (net(), Hint(student_layer="features.0"))}, input_shape=SHAPE)
+        taught({"h": Hint(student_layer="features.0")}, teacher)
     with pytest.raises(BadInput, match=r"conv7"):
-        Distillation(teacher, {"h": (net(), Hint(teacher_layer="conv7"))}, input_shape=SHAPE)
+        taught({"h": Hint(teacher_layer="conv7")}, teacher)
 
 
 class Formula(Objective):
@@ -232,7 +243,7 @@ def entropies(s: Outputs, _t: Outputs, y: torch.Tensor) -> torch.Tensor:
 def test_a_term_has_a_value_for_each_row(formula: Any, given: str) -> None:
     wrong = Sum([CrossEntropy(), Formula(formula)])
     with pytest.raises(BadInput, match=rf"^variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"):
-        Distillation(net(DeepNN), {"a": (net(), wrong)}, input_shape=SHAPE)
+        taught({"a": wrong})
 
 
 RELATING: dict[str, Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]] = {
@@ -252,18 +263,18 @@ def test_what_relates_rows_says_so(name: str) -> None:
 
     told = r"^variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
     with pytest.raises(BadInput, match=told.replace(" x ", r" (0\.)?x ")):
-        Distillation(net(DeepNN), {"a": (net(), made())}, input_shape=SHAPE)
+        taught({"a": made()})
     says_so = made()
     says_so.relates_rows = True
     for objective in (says_so, Sum([says_so, Hinton()])):
-        assert Distillation(net(DeepNN), {"a": (net(), objective)}, input_shape=SHAPE).relates_rows
+        assert taught({"a": objective}).relates_rows
     assert Sum([says_so, Hinton()]).relates_rows
 
 
 def test_noise_of_an_objectives_own_relates_no_rows() -> None:
     masked = Formula(lambda s, t, y: (s.logits * torch.rand_like(s.logits)).sum(1))
     state = torch.get_rng_state()
-    Distillation(net(DeepNN), {"a": (net(), masked)}, input_shape=SHAPE)
+    taught({"a": masked})
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -287,7 +298,7 @@ class Normalised(Objective):
 
 def test_an_objectives_own_batch_norm_is_over_the_global_batch() -> None:
     def ended(devices: int) -> dict[str, torch.Tensor]:
-        module = Distillation(net(DeepNN), {"x": (net(), Normalised())}, input_shape=SHAPE)
+        module = taught({"x": Normalised()})
         return student_weights(fit(module, digits(), devices, precision="64-true"), "x")
 
     assert_same(ended(1), ended(2), atol=1e-9)
@@ -298,14 +309,13 @@ def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_c
         log_p, log_q = (x.logits.log_softmax(-1) for x in (t, s))
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    students = {"kd": (net(), Hinton()), "own": (net(), Sum([Formula(divergence)]))}
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    module = taught({"kd": Hinton(), "own": Sum([Formula(divergence)])})
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, 10, generator=generator)
     z_s, z_t = z.bfloat16(), (z + 0.1 * torch.randn(50, 10, generator=generator)).bfloat16()
     labels = torch.arange(50) % 10
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = Outputs(z_t, {}), dict.fromkeys(students, Outputs(z_s, {}))
+        outputs = Outputs(z_t, {}), dict.fromkeys(module.students, Outputs(z_s, {}))
         _, parts = module.losses(outputs, Batch.of((z, labels), 0))
     z_s, z_t = z_s.double(), z_t.double()
     for key, temperature in (("kd/kd", 2), ("own/0.x", 1)):

@@ -17,7 +17,7 @@ from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, ViT, ch
 from lit_modules.nets.reused import ReusedClassifier
 from lit_modules.objectives import TTM, CrossEntropy, Hinton, Objective, SimKD, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, taught, weights
 
 
 def test_logits_are_those_of_the_mean_of_probabilities() -> None:
@@ -195,5 +195,5 @@ def test_refused(student: Any, teacher: Any, objective: Callable[[], Objective],
 
 
 def test_in_a_sum_other_parts_see_the_new_net() -> None:
-    made = Distillation(net(DeepNN), {"a": (net(), Sum([Hinton(), SimKD()]))}, input_shape=SHAPE)
+    made = taught({"a": Sum([Hinton(), SimKD()])})
     assert isinstance(made.students["a"].net, ReusedClassifier)

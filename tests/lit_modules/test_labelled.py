@@ -13,7 +13,7 @@ from apprentice.batch import HIDDEN, Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Outputs
+from lit_modules.nets import Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton, Objective, Sum
 from lit_modules.objectives.base import Term
 from tests.grids import mostly_slow
@@ -26,9 +26,9 @@ from tests.training import (
     classifier,
     digits,
     fit,
-    net,
     on,
     outcome,
+    taught,
     weights,
 )
 
@@ -41,8 +41,7 @@ STUDENTS: dict[str, Callable[[], Objective]] = {
 
 
 def module(labelled: bool = False, names: tuple[str, ...] = ("ce", "kd", "both")) -> Distillation:
-    students = {name: (net(), STUDENTS[name]()) for name in names}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, labelled=labelled)
+    return taught({name: STUDENTS[name]() for name in names}, labelled=labelled)
 
 
 def trained(folder: Path, place: str, made: Any = None, **options: Any) -> Outcome:
@@ -178,10 +177,10 @@ class Secret(Objective):
 
 
 def test_a_term_that_does_not_say_that_it_needs_labels_is_refused() -> None:
-    Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE)
+    taught({"x": Secret()})
     line = r"^variants\.x Secret: expected an objective whose term mine needs no label, as some are hidden"
     with pytest.raises(BadInput, match=line):
-        Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE, labelled=False)
+        taught({"x": Secret()}, labelled=False)
 
 
 def test_a_distillation_that_expects_labels_refuses_hidden_ones() -> None:

@@ -28,13 +28,23 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.loss_scale import LossScales
-from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
 from strategies import DDP, FSDP, ZeRO1
 from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.strategies.test_fsdp import Foreign
-from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+from tests.training import (
+    VARIANTS,
+    LinesLogger,
+    assert_same,
+    digits,
+    distillation,
+    fit,
+    net,
+    taught,
+    trainer,
+    weights,
+)
 
 HUGE = 2.0**26  # too large for the first steps of every student
 
@@ -78,8 +88,7 @@ class Loud(Objective):
 
 
 def company(**objectives: Objective) -> Distillation:
-    students = {name: (net(), objective) for name, objective in objectives.items()}
-    return Distillation(net(DeepNN), students, input_shape=SHAPE)
+    return taught(objectives)
 
 
 def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:

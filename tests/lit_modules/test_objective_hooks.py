@@ -9,16 +9,15 @@ from torch import Tensor
 
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Outputs
+from lit_modules.nets import Outputs
 from lit_modules.objectives import AttentionTransfer, Hinton, Objective, Sum, Term
 from lit_modules.objectives.base import Choice, Linear, Log
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, digits, fit, net
+from tests.training import SHAPE, digits, fit, taught
 
 
 def module(**students: Objective) -> Distillation:
-    made: Any = {name: (net(), objective) for name, objective in students.items()}
-    return Distillation(net(DeepNN, seed=1), made, input_shape=SHAPE, samples=101)
+    return taught(students, samples=101)
 
 
 class Seen(Objective):

@@ -18,15 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from harness.runs.quiet import quiet
-from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
 from strategies.exact.shards import bounds, part, spans
 from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
-from tests.training import MODULES, SHAPE, assert_same, digits, distillation, fit, net, on, trainer, weights
+from tests.training import MODULES, assert_same, digits, distillation, fit, on, taught, trainer, weights
 
 
 class Stranger(LightningModule):
@@ -186,8 +184,8 @@ def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
-    students = {"bad": (net(), Poisoned(16)), "ce": (net(), CrossEntropy())}  # calls: 4 shards a step, 3 the last
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    # calls: 4 shards a step, 3 the last
+    module = taught({"bad": Poisoned(16), "ce": CrossEntropy()})
     fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
     alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)
     ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}

@@ -39,6 +39,7 @@ from tests.training import (
     fit,
     net,
     outcome,
+    taught,
     trainer,
     weights,
 )
@@ -92,8 +93,7 @@ class Foreign(LightningModule):
 
 
 def one_fails() -> Distillation:
-    students = {"bad": (net(), Poisoned(4)), "ce": (net(), CrossEntropy())}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE)
+    return taught({"bad": Poisoned(4), "ce": CrossEntropy()})
 
 
 NO_ROWS = {"batch_size": 3, "train_size": 10}
