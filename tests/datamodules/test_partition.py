@@ -82,7 +82,7 @@ class Together(Digits):
     ("strategy", "fractions", "devices"),
     [(DDP, FRACTIONS, 3), pytest.param(ParamServer, [0.9, 0.1], 3, marks=pytest.mark.slow)],
 )
-def test_float64_agrees_with_one_process_on_the_same_batches(
+def test_float64_agrees_with_one_process(
     strategy: type[DataParallel], fractions: list[float], devices: int, tmp_path: Path
 ) -> None:
     logs = [LinesLogger(tmp_path / name) for name in ("one", "many")]
@@ -100,9 +100,7 @@ def test_float64_agrees_with_one_process_on_the_same_batches(
 @pytest.mark.parametrize(
     ("fractions", "atol"), [([0.8, 0.2], 0.0), pytest.param(FRACTIONS, 1e-12, marks=pytest.mark.slow)]
 )  # gloo adds two in one order
-def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
-    fractions: list[float], atol: float, tmp_path: Path
-) -> None:
+def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(fractions: list[float], atol: float, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
 
     def ended(**options: Any) -> dict[str, Tensor]:
@@ -127,7 +125,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_partition_that_does_not_fit_is_refused_in_one_line(
+def test_a_partition_that_does_not_fit_is_refused(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, expected = COMMANDS[case]

@@ -231,9 +231,7 @@ def test_other_errors_pass() -> None:
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_a_call_that_is_served_leaves_the_processs_warnings_alone(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_served_leaves_warnings_alone(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(warnings, "catch_warnings")
         assert attention(True, backend)(noise(2, 7, D)).shape == (2, 7, D)

@@ -27,9 +27,7 @@ SHAPES = {"1d": (nn.BatchNorm1d, (4,)), "1d of texts": (nn.BatchNorm1d, (4, 1)),
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_only_value_of_a_channel_is_normalised_by_the_running_statistics(
-    shape: str, momentum: float | None
-) -> None:
+def test_the_only_value_of_a_channel_is_normalised_by_running_statistics(shape: str, momentum: float | None) -> None:
     kind, size = SHAPES[shape]
     ours, plain = globalise(kind(4, momentum=momentum).double()), kind(4, momentum=momentum).double()
     many, one = torch.randn(5, *size, dtype=torch.float64), torch.randn(1, *size, dtype=torch.float64)
@@ -156,9 +154,7 @@ def distilled(place: str) -> dict[str, Tensor]:
     return weights(fit(distillation(), digits(), **on(place), precision="64-true"))
 
 
-def test_a_teacher_gives_the_global_batch_its_statistics_and_is_not_stored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_uses_global_statistics_and_is_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = distilled("auto 1")
     line = "teacher's outputs are not stored: they depend on the batch, by its statistics in 2\n"
     assert line in capsys.readouterr().out

@@ -54,9 +54,7 @@ def test_exact_is_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", mostly_slow(["auto 1", "ddp 2 exact 4", "fsdp 2"], "auto 1"))
-def test_stopped_in_mid_epoch_and_resumed_it_ends_with_the_bits_of_an_undisturbed_one(
-    place: str, tmp_path: Path
-) -> None:
+def test_resumed_in_mid_epoch_it_ends_with_the_bits_of_an_undisturbed_one(place: str, tmp_path: Path) -> None:
     undisturbed = fit(module(), digits(train_size=SAMPLES), **on(place))
     path = tmp_path / "stopped.ckpt"
     fit(module(), digits(train_size=SAMPLES), **on(place), callbacks=[SaveAndStop(path, 4)])
@@ -91,9 +89,7 @@ def test_refused(objective: Callable[[], Objective], options: dict[str, Any], me
 
 
 def test_a_pipeline_refuses_parts_on_the_teachers_side() -> None:
-    with pytest.raises(
-        (ValueError, BadInput), match=r"expected objectives that don't relate rows|without trained parts"
-    ):
+    with pytest.raises(ValueError, match=r"expected objectives that don't relate rows|without trained parts"):
         trainer(2, strategy=PipelineStrategy(timeout=60)).fit(module("crd"), digits(train_size=SAMPLES))
 
 

@@ -52,9 +52,8 @@ def test_alone_and_in_company_a_student_ends_with_the_same_bits(name: str, compa
 
 def test_equal_settings_end_bitwise_equal_and_others_do_not(company: Distillation) -> None:
     assert_same(student_weights(company, "kd"), student_weights(company, "kd2"))
-    assert not torch.equal(
-        company.students["kd"].net.classifier[0].weight, company.students["ce"].net.classifier[0].weight
-    )
+    kd, ce = (company.students[name].net.classifier[0].weight for name in ("kd", "ce"))
+    assert not torch.equal(kd, ce)
 
 
 def test_clipping_is_each_students_own() -> None:
@@ -144,9 +143,8 @@ def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_
     stopped = taught({"bad": Poisoned(100)})
     fit(stopped, digits(), devices, max_epochs=-1, max_steps=4)
     assert_same(student_weights(module, "bad"), student_weights(stopped, "bad"))
-    assert_same(
-        student_weights(module, "ce"), student_weights(fit(distillation(["ce"]), digits(), devices, max_epochs=4), "ce")
-    )
+    alone = fit(distillation(["ce"]), digits(), devices, max_epochs=4)
+    assert_same(student_weights(module, "ce"), student_weights(alone, "ce"))
     if devices == 1:
         assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
 
@@ -322,10 +320,7 @@ def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_c
         log_p, log_q = ((x / temperature).log_softmax(-1) for x in (z_t, z_s))
         expected = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
         torch.testing.assert_close(parts[key].double(), expected, rtol=1e-3, atol=0)
-    torch.testing.assert_close(
-        parts["kd/ce"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
-    )
+    ce = F.cross_entropy(z_s, labels, reduction="none")
+    torch.testing.assert_close(parts["kd/ce"].double(), ce, rtol=1e-6, atol=0)
     classifier = LitClassifier(net()).losses(z_s.bfloat16(), Batch.of((z, labels), 0))[1]  # as under bf16-true
-    torch.testing.assert_close(
-        classifier["loss"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(classifier["loss"].double(), ce, rtol=1e-6, atol=0)

@@ -37,9 +37,7 @@ class OfMembers(Objective):
 @pytest.mark.parametrize("cache", [0, 64])
 def test_objectives_get_the_members_logits(cache: int) -> None:
     members = [net(DeepNN, seed=1), net(seed=2)]
-    module = Distillation(
-        Ensemble(members), {"a": (net(), OfMembers()), "kd": (net(), Hinton())}, SHAPE, teacher_cache_mb=cache
-    )
+    module = taught({"a": OfMembers(), "kd": Hinton()}, Ensemble(members), teacher_cache_mb=cache)
     images = torch.rand(3, *SHAPE)
     found = module.train()(images)[0].features["members"]
     torch.testing.assert_close(found, torch.stack([member(images) for member in members], 1), rtol=0, atol=1e-6)
@@ -51,9 +49,7 @@ def test_objectives_get_the_members_logits(cache: int) -> None:
 
 def test_one_member_teaches_as_it_does_alone() -> None:
     teachers = net(DeepNN, seed=1), Ensemble([net(DeepNN, seed=1)])
-    made = [
-        Distillation(teacher, {"ce": (net(), CrossEntropy()), "kd": (net(), Hinton())}, SHAPE) for teacher in teachers
-    ]
+    made = [taught({"ce": CrossEntropy(), "kd": Hinton()}, teacher) for teacher in teachers]
     for module in made:
         fit(module.double(), digits(), precision="64-true")
     assert_same(*map(weights, made), atol=1e-9)
@@ -62,7 +58,7 @@ def test_one_member_teaches_as_it_does_alone() -> None:
 def test_two_processes_compute_what_one_does() -> None:
     def taught(place: str) -> dict[str, torch.Tensor]:
         teacher = Ensemble([net(DeepNN, seed=1), net(seed=2)])
-        module = Distillation(teacher, {"kd": (net(), Hinton()), "each": (net(), TTM())}, SHAPE)
+        module = taught({"kd": Hinton(), "each": TTM()}, teacher)
         return weights(fit(module, digits(), precision="64-true", **on(place)))
 
     assert_same(taught("auto 1"), taught("fsdp 2"), atol=1e-9)

@@ -249,9 +249,7 @@ def test_few_rows_and_dead_maps_are_finite(name: str, rows: int) -> None:
     pairs = [((3, 6, 6), (5, 3, 3)), ((4, 1, 1), (2, 1, 1))]
     student, teacher = outputs(1, [own for own, _ in pairs], rows), outputs(2, [other for _, other in pairs], rows)
     objective = built(METHODS[name][0], student, teacher)
-    objective.adapt(
-        outputs(3, [own for own, _ in pairs])
-    )  # a batch before, as BatchNorm refuses a first one of one row
+    objective.adapt(outputs(3, [own for own, _ in pairs]))  # BatchNorm refuses a first batch of one row
     dead = student._replace(features={key: (x * 0).relu() for key, x in student.features.items()})
     for given in (student, dead):
         loss = sum(t.values.sum() * t.weight for t in terms(objective, given, teacher, rows).values())

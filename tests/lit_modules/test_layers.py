@@ -84,10 +84,8 @@ class Between(Objective):
         self.student_layers = self.teacher_layers = {name: name for name in names}
 
     def forward(self, student: Any, teacher: Any, labels: Any) -> Any:
-        pairs = [(student.features[name], teacher.features[name]) for name in self.student_layers.values()]
-        return {
-            name: Term((a - b).flatten(1).square().mean(1), 1.0) for name, (a, b) in zip("xyz", pairs, strict=False)
-        }
+        both = [(student.features[name], teacher.features[name]) for name in self.student_layers.values()]
+        return {name: Term((a - b).flatten(1).square().mean(1), 1.0) for name, (a, b) in zip("xyz", both, strict=False)}
 
 
 def test_pipeline_stages_see_the_same_layers() -> None:

@@ -97,9 +97,7 @@ def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_student_that_overflows_skips_its_own_steps_only(
-    devices: int, scales: Scales, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_overflows_skips_its_own_steps_only(devices: int, scales: Scales, monkeypatch: pytest.MonkeyPatch) -> None:
     together = company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy())
     b = clipped(together, devices, callbacks=[scales])
     assert scales.values("a") == [2.0**8] * 3 + [2.0**7] * 2 + [2.0**6] * 7
@@ -347,7 +345,7 @@ QUICK = [("bf16", 1, None), ("fp16", 1, None), ("bf16", 2, DDP), ("fp16", 2, DDP
 
 
 @pytest.mark.parametrize(("name", "devices", "make"), mostly_slow(NEAR, *QUICK))
-def test_every_variant_trains_in_it_close_to_float32(
+def test_all_train_near_float32(
     name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path
 ) -> None:
     options, tolerance = HALVES[name]

@@ -263,7 +263,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
         (BatchNormAct2d, torch.float64, 1e-9),
     ],
 )
-def test_global_statistics_are_those_of_all_replicas_rows(
+def test_statistics_are_those_of_all_rows(
     norm: Any, dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64, 4, 32, 32, dtype=torch.float64) * 3 + 5
@@ -374,10 +374,8 @@ def test_group_norm_has_at_most_32_groups_of_at_least_8_channels() -> None:
 
 
 def test_group_norm_takes_the_place_of_every_batch_norm() -> None:
-    for batch, group in (
-        (nets.ResNet(8), nets.ResNet(8, norm="group")),
-        (nets.Torchvision(), nets.Torchvision(norm="group")),
-    ):
+    for make in (partial(nets.ResNet, 8), nets.Torchvision):
+        batch, group = make(), make(norm="group")
         norms = [name for name, m in batch.named_modules() if isinstance(m, nn.BatchNorm2d)]
         assert [name for name, m in group.named_modules() if isinstance(m, nn.GroupNorm)] == norms
         assert parameters(batch) == parameters(group)

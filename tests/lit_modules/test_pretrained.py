@@ -64,9 +64,7 @@ def test_weights_that_are_not_there_are_refused(resnet: tuple[nn.Module, Path], 
         Torchvision("resnet18", weights=str(tmp_path / "x.pth"))
 
 
-def test_named_weights_are_downloaded_and_name_their_images(
-    resnet: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_weights_bring_mean_and_classes(resnet: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     enum = models.get_model_weights("resnet18")
     monkeypatch.setattr(enum, "get_state_dict", lambda self, **_: resnet[0].state_dict())
     net = Torchvision("resnet18", weights="DEFAULT")
@@ -143,9 +141,8 @@ def test_a_teacher_with_a_new_head_is_tuned_first(tmp_path: Path, capsys: pytest
     out, loaded = tmp_path / "run", ["--teacher", "LightNN", "--teacher_ckpt", str(tmp_path / "a.pt")]
     with pytest.raises(SystemExit):
         kd.main([*KD, *loaded, "--teacher_ckpt_partial", "true", "--out", str(out)])
-    assert "error: --teacher_ckpt_partial true: expected --teacher_ckpt FILE and --teacher_epochs N" in (
-        capsys.readouterr().err
-    )
+    line = "error: --teacher_ckpt_partial true: expected --teacher_ckpt FILE and --teacher_epochs N"
+    assert line in capsys.readouterr().err
     kd.main([*KD, *loaded, "--teacher_ckpt_partial", "true", "--teacher_epochs", "2", "--out", str(out)])
     assert "not loaded: classifier.3.bias, classifier.3.weight" in "".join(capsys.readouterr())
     found = torch.load(out / "seed0" / "teacher" / "weights.pt", weights_only=True)
@@ -232,9 +229,7 @@ def test_all_but_the_head_keeps_its_bits(name: str) -> None:
     module = probe(name)
     before = weights(module.net)
     fit(module, digits(), precision="64-true")
-    changed = {
-        key.rpartition(".")[0] for key, value in weights(module.net).items() if not torch.equal(value, before[key])
-    }
+    changed = {key.rpartition(".")[0] for key, x in weights(module.net).items() if not torch.equal(x, before[key])}
     assert changed == NETS[name][1]
     assert not any(part.training for part in module.net.modules())
 

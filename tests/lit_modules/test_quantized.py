@@ -66,9 +66,7 @@ def inputs(rows: int = 16) -> torch.Tensor:
 )
 def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
     data = {"train_size": 74, "validation_size": 40}
-    one, three = (
-        weights(fit(module(make, distil).double(), digits(**data), devices, precision="64-true")) for devices in (1, 3)
-    )
+    one, three = (weights(fit(module(make, distil).double(), digits(**data), n, precision="64-true")) for n in (1, 3))
     assert {"best.epoch", "best.correct"} < set(one)  # what is deployed comes back from the ranks, too
     assert_same(three, one, TOLERANCE)
 
@@ -190,7 +188,7 @@ def test_a_test_converts_the_best_epoch_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("devices", mostly_slow([1, 2], 1))
-def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
+def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped.ckpt"
 
     def ended(*callbacks: Callback) -> dict[str, Any]:

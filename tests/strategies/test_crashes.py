@@ -123,7 +123,7 @@ def test_a_crash_of_all_ranks_keeps_the_steps(name: str, tmp_path: Path, undistu
 
 @pytest.mark.parametrize(("rank", "signum"), [(0, None), (1, None), (1, signal.SIGKILL)])
 @pytest.mark.parametrize("name", mostly_slow(["ddp", "ddp_allreduce", "ddp_ring"], "ddp"))
-def test_a_crash_of_one_rank_keeps_the_steps(
+def test_a_rank_that_crashes_keeps_the_steps(
     name: str, rank: int, signum: int | None, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     crash(name, tmp_path, Crash(rank, signum))
@@ -140,7 +140,7 @@ def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel
 
 
 @pytest.mark.parametrize("signum", mostly_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
-def test_a_signal_to_the_parent_alone_reaches_the_ranks(
+def test_a_signal_to_the_parent_reaches_ranks(
     signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     def main() -> None:
@@ -152,9 +152,7 @@ def test_a_signal_to_the_parent_alone_reaches_the_ranks(
     check(tmp_path, "ddp", undisturbed, late=1)
 
 
-def test_a_rank_of_a_launcher_that_fails_alone_waits_for_nobody(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_a_launchers_rank_that_fails_waits_for_nobody(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     def main(rank: int, folder: Path) -> None:
         with quiet():
             running(DDP(timeout=60), callbacks=[Crash(rank=0), *saving(folder)], **SAVES).fit(Regression(), Data(8))

@@ -92,7 +92,7 @@ def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, (2, 3, 8)), ("students", 3)))
-def test_bits_are_equal_on_any_number_of_processes(
+def test_bits_are_equal_on_any_devices(
     run: str, devices: int, on_one_process: Callable[[str], Bits], tmp_path: Path
 ) -> None:
     assert len(on_one_process(run)[1].splitlines()) > 6

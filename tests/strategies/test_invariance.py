@@ -37,8 +37,7 @@ DEVICES = (2, 3, 8)
 def test_first_float32_losses_agree(tmp_path: Path) -> None:
     options = {"max_epochs": -1, "max_steps": 10}
     one, *others = (
-        outcome(classifier(DeepNN), digits(), tmp_path, ["train/loss"], devices, **options)[0]
-        for devices in (1, *DEVICES)
+        outcome(classifier(DeepNN), digits(), tmp_path, ["train/loss"], n, **options)[0] for n in (1, *DEVICES)
     )
     assert len(one) == 10
     for other in others:

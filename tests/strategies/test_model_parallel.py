@@ -68,9 +68,7 @@ def test_outputs_gradients_and_noise_are_those_of_the_plain_module(devices: int 
 @pytest.mark.parametrize("split_size", [None, 11])
 def test_a_whole_batch_has_the_plain_modules_bits(split_size: int | None) -> None:
     split = ModelParallel(stages(), ["cpu"] * 3, split_size)
-    for theirs, ours in zip(
-        computed(plain(), images(torch.float32)), computed(split, images(torch.float32)), strict=True
-    ):
+    for theirs, ours in zip(*(computed(module, images(torch.float32)) for module in (plain(), split)), strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -149,13 +149,7 @@ def resumed(make: Make, path: Path, hops: list[tuple[int, Any]]) -> dict[str, to
 def test_runs_go_on_under_ddp_and_back(name: str, tmp_path: Path) -> None:
     one = fitted(MODULES[name], strategy=DDP(exact=8), max_epochs=4)
     shapes = [pipeline(exact=8, **options) for _, options in (SHAPES["3"], SHAPES["2x2"], SHAPES["4"])]
-    hops = [
-        (2, DDP(timeout=60, exact=8)),
-        (3, shapes[0]),
-        (4, shapes[1]),
-        (1, DDP(timeout=60, exact=8)),
-        (2, shapes[2]),
-    ]
+    hops = [(2, DDP(timeout=60, exact=8)), (3, shapes[0]), (4, shapes[1]), (1, DDP(exact=8)), (2, shapes[2])]
     assert_same(weights(one), resumed(MODULES[name], tmp_path, hops))
     layouts = [torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in (1, 2, 3, 4)]
     for layout in layouts[1:]:

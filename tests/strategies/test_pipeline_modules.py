@@ -152,7 +152,7 @@ class Uneven(Plain):
 
 
 @pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
-def test_stages_are_balanced_by_what_is_asked_for(
+def test_stages_are_balanced_as_asked(
     balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())

@@ -53,15 +53,7 @@ def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) 
     return Run(main, log=log)
 
 
-DIES = [
-    (DDP, None),
-    (DDP, 8),
-    (DDPRing, None),
-    (AllReduce, None),
-    (ZeRO1, None),
-    (FSDP, None),
-    (PipelineStrategy, None),
-]
+DIES = [(DDP, None), (DDP, 8), *((kind, None) for kind in (DDPRing, AllReduce, ZeRO1, FSDP, PipelineStrategy))]
 PAIRS = [(bug, DDP, None), (killed, DDP, None), (killed, PipelineStrategy, None), (bug, FSDP, None)]
 
 

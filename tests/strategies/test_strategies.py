@@ -49,7 +49,7 @@ from tests.training import (
 )
 
 STEPS = {"max_epochs": -1, "max_steps": 20, "log_every_n_steps": 1, "precision": "64-true"}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Any] = {
     "plain": {},
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
 }
