@@ -15,7 +15,6 @@ from experiments import compare, kd
 from harness.reports.metrics import conclude
 from harness.reports.results import load_results
 from harness.runs.nets import load_net
-from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
@@ -41,10 +40,6 @@ OBJECTIVES = {"ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": Jens
 SMALL = {"num_layers": 2, "embed_dim": 8, "tie_weights": False}
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)
-
-
 def distillation(data: Text, *names: str, **options: Any) -> Distillation:
     nets = {name: (gpt(**data.net_arguments, **SMALL, dropout=0.1), OBJECTIVES[name]()) for name in names or OBJECTIVES}
     teacher = gpt(**data.net_arguments, seed=1, tie_weights=False)
@@ -55,8 +50,7 @@ def distillation(data: Text, *names: str, **options: Any) -> Distillation:
 def ended(folder: Path, place: str = "auto 1", names: tuple[str, ...] = (), **options: Any) -> LightningModule:
     """After two epochs, each of four batches of 13 and one of 3."""
     data = text(folder)
-    made = {"optimizer": options.pop("optimizer")} if "optimizer" in options else {}
-    return fit(distillation(data, *names, **made), data, **{"precision": "64-true"} | on(place) | options)
+    return fit(distillation(data, *names), data, **{"precision": "64-true"} | on(place) | options)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +69,6 @@ def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_pa
 def test_exact_bits_are_those_of_one_process(place: str, tmp_path: Path) -> None:
     one, other = (weights(ended(tmp_path, where, precision="32-true")) for where in ("ddp 1 exact 4", place))
     assert_same(one, other)
-
-
-def test_local_sgd_of_every_step_is_one_process_sgd(tmp_path: Path) -> None:
-    every = {"strategy": LocalSGD(timeout=60, period=1)}
-    one, two = (ended(tmp_path, f"auto {n}", ("js",), optimizer=sgd, **more) for n, more in ((1, {}), (2, every)))
-    assert_same(weights(one), weights(two), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["js", "cosine"])

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.multiprocessing import ProcessRaisedException
 
-import strategies
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
@@ -24,7 +22,7 @@ from strategies.base.launchers import end_with_parent
 from tests.grids import mostly_slow
 from tests.processes import CONTEXT, Run, launch
 from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression
-from tests.training import LinesLogger, assert_same, trainer, weights
+from tests.training import LinesLogger, assert_same, on, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using `DistributedSampler`", "ignore:Checkpoint directory", "ignore:.*ckpt_path"
@@ -79,10 +77,9 @@ def saving(folder: Path) -> list[Callback]:
 
 
 def crash(name: str, folder: Path, fault: Crash) -> None:
-    strategy, options = strategies.NAMES[name]
     callbacks = [fault, *saving(folder), Hooks(folder)]
     logger = Finalized(folder / "lines")
-    here = running(resolve_name(strategy)(timeout=60, **options), callbacks=callbacks, logger=logger, **SAVES)
+    here = running(on(f"{name} 2")["strategy"], callbacks=callbacks, logger=logger, **SAVES)
     with quiet(), pytest.raises(Exception, match=r"a bug|SIGKILL|exit code 143"):
         here.fit(Regression(), Data(16 if name in WHOLE else 8))
     assert {*callbacks} <= {*here.callbacks}
@@ -108,9 +105,12 @@ def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0
         assert steps in {STEP, STEP + late}
         assert {int(values["step"]) for values in state["optimizer_states"][0]["state"].values()} == {steps}
     if name in EXACT:
-        path, options = strategies.NAMES[name]
-        strategy, rows = resolve_name(path)(timeout=60, **options), 16 if name in WHOLE else 8
-        again = fit(strategy, rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
+        again = fit(
+            on(f"{name} 2")["strategy"],
+            16 if name in WHOLE else 8,
+            ckpt_path=folder / "on_exception.ckpt",
+            weights_only=False,
+        )
         assert_same(weights(again), right, atol=1e-9)
 
 
