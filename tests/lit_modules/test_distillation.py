@@ -149,40 +149,10 @@ def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_
         assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
 
 
-def test_teacher_outputs_stored_once_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    ask = Distillation._ask_teacher
-
-    def counted(self: Distillation, images: torch.Tensor) -> Any:
-        calls.append(len(images))
-        return ask(self, images)
-
-    monkeypatch.setattr(Distillation, "_ask_teacher", counted)
-
-    def run(augment: bool = False, **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-        calls.clear()
-        module = distillation(**kwargs)
-        calls.clear()
-        return weights(fit(module, digits(augment=augment), max_epochs=4, precision="64-true")), list(calls)
-
-    stored, once = run()
-    asked, always = run(teacher_cache_mb=0)
-    assert once == [37, 37, 27]
-    assert always == [37, 37, 27] * 4
-    assert_same(stored, asked, atol=1e-9)
-    assert run(augment=True)[1] == always  # views differ: nothing is stored
-    monkeypatch.setattr(Distillation, "_ask_teacher", ask)
-
-
-def test_teacher_outputs_beyond_their_memory_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = distillation(["kd"])
-    module.cache.max_bytes = 100 * 10 * 4  # a sample has ten float32 logits, and there are 101 samples
-    filled = []
-    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache.outputs is not None))
-    fit(module, digits())
-    module.cache.max_bytes += 40
-    fit(module, digits())
-    assert filled == [False, True]
+def test_teacher_outputs_stored_once_change_no_weight() -> None:  # how often it is asked: tests/harness/test_zoo.py
+    options: Any = {"max_epochs": 4, "precision": "64-true"}
+    stored, asked = (fit(distillation(**memory), digits(), **options) for memory in ({}, {"teacher_cache_mb": 0}))
+    assert_same(weights(stored), weights(asked), atol=1e-9)
 
 
 def test_several_objectives_of_one_kind_live_side_by_side() -> None:

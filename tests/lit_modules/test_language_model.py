@@ -1,7 +1,6 @@
 """A language model trains to the same numbers wherever it is trained."""
 
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -209,18 +208,6 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
         fit(module, data, devices, logger=logger, max_epochs=1, log_every_n_steps=1, **options)
         found.append(logger.values("train/loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tracing")
-def test_what_a_spawned_rank_receives_compiles_and_so_does_the_step_alone(tmp_path: Path) -> None:
-    data = text(tmp_path)
-    module = pickle.loads(pickle.dumps(language_model(data, compiled=True)))
-    module.on_fit_start()
-    assert module.net._compiled_call_impl is not None
-    batch = next(iter(data.train_dataloader()))
-    module.step_alone("", batch)().backward()
-    assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 
 
 def test_scores_count_tokens(tmp_path: Path) -> None:

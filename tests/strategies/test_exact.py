@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from harness.runs.quiet import quiet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
-from strategies.exact.shards import bounds, part, spans
+from strategies.exact.shards import bounds, part
 from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
@@ -99,6 +99,7 @@ def test_bits_are_equal_on_any_devices(
     assert_same_bits(on_one_process(run), bits(MODULES[run], tmp_path, f"ddp {devices} exact 8"))
 
 
+@pytest.mark.slow
 def test_without_it_they_are_not(tmp_path: Path) -> None:
     one, three = (bits(distillation, tmp_path, place) for place in ("ddp 1", "ddp 3"))
     assert not same(one[0], three[0])
@@ -249,20 +250,6 @@ def test_cuts_depend_on_sizes_alone() -> None:
         part([Nameless(torch.zeros(3), torch.zeros(4))], 0, 1)
     with pytest.raises(ValueError, match="one number of rows; there is none"):
         part({"n": torch.tensor(5)}, 0, 1)
-
-
-def test_shards_with_rows_lie_evenly_among_the_empty() -> None:
-    assert spans(37, 3) == [(0, 13), (13, 25), (25, 37)]
-    assert spans(3, 8) == [(0, 1), (1, 1), (1, 2), (2, 2), (2, 2), (2, 3), (3, 3), (3, 3)]
-    assert spans(27, 8, 8) == [(0, 9), (9, 9), (9, 18), (18, 18), (18, 18), (18, 27), (27, 27), (27, 27)]
-    assert spans(7, 2, 8) == [(0, 7), (7, 7)]
-    for size, parts, fewest in itertools.product(range(1, 70, 3), (1, 2, 3, 5, 8), (1, 8)):
-        found = spans(size, parts, fewest)
-        full = [b - a for a, b in found if a < b]
-        assert len(found) == parts
-        assert sum(full) == size
-        assert max(full) - min(full) <= 1
-        assert min(full) >= min(size, fewest)
 
 
 class Normed(LightningModule):

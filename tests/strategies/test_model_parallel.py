@@ -252,19 +252,6 @@ def test_what_wants_one_device_says_so(strategy: Replicated, monkeypatch: pytest
         on_gpus(module, 0, monkeypatch, strategy)
 
 
-def test_optimizer_states_go_to_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Fakes(ModelParallel([nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta")]))
-    strategy = on_gpus(module, 0, monkeypatch)
-    optimizer = torch.optim.Adam(module.parameters())
-    for p in module.parameters():  # as after a resume under Lightning, all on the root device
-        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(p.shape)}
-    strategy.optimizers = [optimizer]
-    strategy.on_train_start()
-    for state in optimizer.state.values():
-        assert not state["step"].is_meta
-        assert state["exp_avg"].is_meta
-
-
 # Faults and bad input
 
 
