@@ -238,9 +238,7 @@ def test_a_download_that_goes_on_is_not_given_up(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", [CIFAR10, MNIST])
-def test_without_a_name_server_the_line_helps(
-    kind: type[Downloaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_name_servers_it_helps(kind: type[Downloaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(*args: object) -> None:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 

@@ -179,9 +179,7 @@ BAD_TAGS = {
 
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("tag", BAD_TAGS.values(), ids=BAD_TAGS)
-def test_the_orientation_is_read_beside_bad_tags(
-    root: Path, tag: tuple[int, int, int, bytes], orientation: int
-) -> None:
+def test_orientations_are_read_beside_bad_tags(root: Path, tag: tuple[int, int, int, bytes], orientation: int) -> None:
     path = root / "train" / "cat" / "0.jpg"
     picture(path, 0)
     stored = np.asarray(Image.open(path))
@@ -237,9 +235,7 @@ def test_folders_within_a_class_are_searched_and_skips_are_told(root: Path, caps
     assert capsys.readouterr().err.splitlines()[0] == f"ImageFolder: skipped in {root}: {told}"
 
 
-def test_names_that_are_no_utf8_are_refused_at_once(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_not_in_utf8_are_refused_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", "ImageFolder", "--data.root", str(root)]
     for part in ("train", "test"):
         (root / part / "cat").rename(root / part / os.fsdecode(b"caf\xe9"))

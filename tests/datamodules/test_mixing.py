@@ -18,7 +18,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
 from strategies import DDP, PipelineStrategy
-from tests.training import SHAPE, assert_same, classifier, digits, fit, net, taught, trainer, weights
+from tests.training import SHAPE, assert_same, classifier, digits, distil, fit, net, trainer, weights
 
 MIXED: dict[str, Any] = {"augment": True, "mixup": 0.8, "cutmix": 1.0}
 
@@ -120,7 +120,7 @@ def test_losses_are_those_of_soft_labels() -> None:
 
 
 def students() -> Distillation:
-    return taught({"kd": Hinton(), "sp": SP()})
+    return distil({"kd": Hinton(), "sp": SP()})
 
 
 def ended(devices: int, **options: Any) -> dict[str, Tensor]:

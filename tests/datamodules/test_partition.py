@@ -125,9 +125,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_partition_that_does_not_fit_is_refused(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_partition_that_misfits_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, expected = COMMANDS[case]
     expected = expected.replace("3 fractions", "4 fractions, one for each device that trains")
     shares = ["--data.partition", "[0.7,0.2,0.1]", "--trainer.accelerator", "cpu"]

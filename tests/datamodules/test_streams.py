@@ -121,9 +121,7 @@ def test_resumed_at_any_moment_it_ends_the_same(root: Path, in_memory: dict[str,
         assert_same(weights(resumed), whole)
 
 
-def test_what_is_too_large_is_streamed(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_much_is_streamed(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
     data = folder(root, image_size=100)
     assert isinstance(data.split("test"), Streamed)
@@ -197,9 +195,7 @@ def same_nets(out: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_study_that_is_killed_goes_on_to_the_bits_of_memory(
-    root: Path, whole: Path, tmp_path: Path, victim: str
-) -> None:
+def test_a_killed_study_goes_on_to_the_bits_of_memory(root: Path, whole: Path, tmp_path: Path, victim: str) -> None:
     out, streamed = tmp_path / "run", ["--data.cache", "none", "--data.num_workers", "1"]
     in_mid_epoch = kill_at(SafePoints, "on_train_batch_start", 6, after=True)
     killed = study(root, out, *streamed, before=kill_a_worker if victim == "worker" else in_mid_epoch)
@@ -216,9 +212,7 @@ def test_a_study_that_is_killed_goes_on_to_the_bits_of_memory(
     same_nets(out, whole)
 
 
-def test_damage_in_mid_epoch_costs_nothing_that_was_trained(
-    root: Path, copied: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_damage_in_mid_epoch_costs_nothing_trained(root: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
     out, victims = tmp_path / "run", sorted((copied / "train" / "dog").iterdir())
 
     def damage_later() -> None:

@@ -22,11 +22,11 @@ from tests.training import (
     assert_agree,
     assert_same,
     digits,
+    distil,
     fit,
     net,
     on,
     outcome,
-    taught,
     trainer,
     weights,
 )
@@ -36,7 +36,7 @@ MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(
 
 
 def module(*names: str, samples: int | None = SAMPLES, **options: Any) -> Distillation:
-    return taught({name: MADE[name]() for name in names or MADE}, samples=samples, **options)
+    return distil({name: MADE[name]() for name in names or MADE}, samples=samples, **options)
 
 
 def trained(folder: Path, place: str, **options: Any) -> Outcome:
@@ -85,7 +85,7 @@ def test_the_memory_is_neither_sent_each_step_nor_part_of_the_net() -> None:
 )
 def test_refused(objective: Callable[[], Objective], options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=f"^{message}"):
-        taught({"crd": objective()}, **{"samples": 75} | options)
+        distil({"crd": objective()}, **{"samples": 75} | options)
 
 
 def test_a_pipeline_refuses_parts_on_the_teachers_side() -> None:

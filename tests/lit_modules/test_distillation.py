@@ -26,10 +26,10 @@ from tests.training import (
     LinesLogger,
     assert_same,
     digits,
+    distil,
     distillation,
     fit,
     net,
-    taught,
     trainer,
     weights,
 )
@@ -135,12 +135,12 @@ class Poisoned(Objective):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_path: Path) -> None:
-    module = taught({"bad": Poisoned(4), "ce": CrossEntropy()})
+    module = distil({"bad": Poisoned(4), "ce": CrossEntropy()})
     logger = LinesLogger(tmp_path / "log")
     fit(module, digits(), devices, max_epochs=4, logger=logger, log_every_n_steps=1)
     assert len(set(logger.values("bad/train/loss"))) == 4  # Lightning repeats a last value to the end of its epoch
     assert len(logger.values("ce/train/loss")) == 12
-    stopped = taught({"bad": Poisoned(100)})
+    stopped = distil({"bad": Poisoned(100)})
     fit(stopped, digits(), devices, max_epochs=-1, max_steps=4)
     assert_same(student_weights(module, "bad"), student_weights(stopped, "bad"))
     alone = fit(distillation(["ce"]), digits(), devices, max_epochs=4)
@@ -174,15 +174,15 @@ def test_noise_that_is_not_keyed_is_named_once() -> None:
 @pytest.mark.parametrize("name", ["items", "type", "a.b"])
 def test_a_name_that_torch_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match=f"variants {name}: expected a name"):
-        taught({name: CrossEntropy()})
+        distil({name: CrossEntropy()})
 
 
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
     with pytest.raises(BadInput, match=r"variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
-        taught({"h": Hint(student_layer="features.0")}, teacher)
+        distil({"h": Hint(student_layer="features.0")}, teacher)
     with pytest.raises(BadInput, match=r"conv7"):
-        taught({"h": Hint(teacher_layer="conv7")}, teacher)
+        distil({"h": Hint(teacher_layer="conv7")}, teacher)
 
 
 class Formula(Objective):
@@ -211,7 +211,7 @@ def entropies(s: Outputs, _t: Outputs, y: torch.Tensor) -> torch.Tensor:
 def test_a_term_has_a_value_for_each_row(formula: Any, given: str) -> None:
     wrong = Sum([CrossEntropy(), Formula(formula)])
     with pytest.raises(BadInput, match=rf"^variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"):
-        taught({"a": wrong})
+        distil({"a": wrong})
 
 
 RELATING: dict[str, Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]] = {
@@ -231,18 +231,18 @@ def test_what_relates_rows_says_so(name: str) -> None:
 
     told = r"^variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
     with pytest.raises(BadInput, match=told.replace(" x ", r" (0\.)?x ")):
-        taught({"a": made()})
+        distil({"a": made()})
     says_so = made()
     says_so.relates_rows = True
     for objective in (says_so, Sum([says_so, Hinton()])):
-        assert taught({"a": objective}).relates_rows
+        assert distil({"a": objective}).relates_rows
     assert Sum([says_so, Hinton()]).relates_rows
 
 
 def test_noise_of_an_objectives_own_relates_no_rows() -> None:
     masked = Formula(lambda s, t, y: (s.logits * torch.rand_like(s.logits)).sum(1))
     state = torch.get_rng_state()
-    taught({"a": masked})
+    distil({"a": masked})
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -266,7 +266,7 @@ class Normalised(Objective):
 
 def test_an_objectives_own_batch_norm_is_over_the_global_batch() -> None:
     def ended(devices: int) -> dict[str, torch.Tensor]:
-        module = taught({"x": Normalised()})
+        module = distil({"x": Normalised()})
         return student_weights(fit(module, digits(), devices, precision="64-true"), "x")
 
     assert_same(ended(1), ended(2), atol=1e-9)
@@ -277,7 +277,7 @@ def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_c
         log_p, log_q = (x.logits.log_softmax(-1) for x in (t, s))
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    module = taught({"kd": Hinton(), "own": Sum([Formula(divergence)])})
+    module = distil({"kd": Hinton(), "own": Sum([Formula(divergence)])})
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, 10, generator=generator)
     z_s, z_t = z.bfloat16(), (z + 0.1 * torch.randn(50, 10, generator=generator)).bfloat16()

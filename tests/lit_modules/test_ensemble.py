@@ -17,7 +17,7 @@ from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, ViT, ch
 from lit_modules.nets.reused import ReusedClassifier
 from lit_modules.objectives import TTM, CrossEntropy, Hinton, Objective, SimKD, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, assert_same, digits, fit, net, on, taught, weights
+from tests.training import SHAPE, assert_same, digits, distil, fit, net, on, weights
 
 
 def test_logits_are_those_of_the_mean_of_probabilities() -> None:
@@ -37,7 +37,7 @@ class OfMembers(Objective):
 @pytest.mark.parametrize("cache", [0, 64])
 def test_objectives_get_the_members_logits(cache: int) -> None:
     members = [net(DeepNN, seed=1), net(seed=2)]
-    module = taught({"a": OfMembers(), "kd": Hinton()}, Ensemble(members), teacher_cache_mb=cache)
+    module = distil({"a": OfMembers(), "kd": Hinton()}, Ensemble(members), teacher_cache_mb=cache)
     images = torch.rand(3, *SHAPE)
     found = module.train()(images)[0].features["members"]
     torch.testing.assert_close(found, torch.stack([member(images) for member in members], 1), rtol=0, atol=1e-6)
@@ -49,19 +49,19 @@ def test_objectives_get_the_members_logits(cache: int) -> None:
 
 def test_one_member_teaches_as_it_does_alone() -> None:
     teachers = net(DeepNN, seed=1), Ensemble([net(DeepNN, seed=1)])
-    made = [taught({"ce": CrossEntropy(), "kd": Hinton()}, teacher) for teacher in teachers]
+    made = [distil({"ce": CrossEntropy(), "kd": Hinton()}, teacher) for teacher in teachers]
     for module in made:
         fit(module.double(), digits(), precision="64-true")
     assert_same(*map(weights, made), atol=1e-9)
 
 
 def test_two_processes_compute_what_one_does() -> None:
-    def taught(place: str) -> dict[str, torch.Tensor]:
+    def ended(place: str) -> dict[str, torch.Tensor]:
         teacher = Ensemble([net(DeepNN, seed=1), net(seed=2)])
-        module = taught({"kd": Hinton(), "each": TTM()}, teacher)
+        module = distil({"kd": Hinton(), "each": TTM()}, teacher)
         return weights(fit(module, digits(), precision="64-true", **on(place)))
 
-    assert_same(taught("auto 1"), taught("fsdp 2"), atol=1e-9)
+    assert_same(ended("auto 1"), ended("fsdp 2"), atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -191,5 +191,5 @@ def test_refused(student: Any, teacher: Any, objective: Callable[[], Objective],
 
 
 def test_in_a_sum_other_parts_see_the_new_net() -> None:
-    made = taught({"a": Sum([Hinton(), SimKD()])})
+    made = distil({"a": Sum([Hinton(), SimKD()])})
     assert isinstance(made.students["a"].net, ReusedClassifier)

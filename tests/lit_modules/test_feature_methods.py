@@ -196,11 +196,7 @@ def layers(count: int) -> dict[str, list[str]]:
 
 ONE = {"student_layer": "l0", "teacher_layer": "l0"}
 METHODS: dict[str, tuple[Callable[[], Objective], Callable[..., Any], float]] = {
-    "at": (
-        lambda: AttentionTransfer(**layers(2)),
-        lambda o, s, t: of_levels(o, s, t, [o, o], at_by_hand),
-        1000,
-    ),
+    "at": (lambda: AttentionTransfer(**layers(2)), lambda o, s, t: of_levels(o, s, t, [o, o], at_by_hand), 1000),
     "at of the paper": (
         lambda: AttentionTransfer(squared=False, **layers(2)),
         lambda o, s, t: of_levels(o, s, t, [o, o], lambda *x: at_by_hand(*x, squared=False)),
@@ -326,11 +322,7 @@ NO_MAP = "expected a layer that gives maps"
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
-        (
-            NST,
-            {"student_stages": ["stage9"], "teacher_stages": ["stage1"]},
-            "student_stages.0 stage9: expected a",
-        ),
+        (NST, {"student_stages": ["stage9"], "teacher_stages": ["stage1"]}, "student_stages.0 stage9: expected a"),
         (AttentionTransfer, {"teacher_stages": ["stage1", "head"]}, f"teacher_stages.1 head: {NO_MAP}"),
         (VID, {"student_stages": ["pooled"], "teacher_stages": ["stage1"]}, f"student_stages.0 pooled: {NO_MAP}"),
         (FitNet, {"student_layer": "pooled"}, f"student_layer pooled: {NO_MAP}"),

@@ -28,7 +28,7 @@ from lit_modules.objectives import (
 from lit_modules.objectives.base import kl
 from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, classifier, distillation, net, taught, trainer, weights
+from tests.training import SHAPE, assert_same, classifier, distil, distillation, net, trainer, weights
 
 ROWS, SIZE = 24, 8
 IMAGES = torch.rand(ROWS, *SHAPE, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def test_a_class_that_a_teacher_excludes_counts_nothing() -> None:
     gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected)]
     torch.testing.assert_close(*gradients)
     for objective in (Hinton, JensenShannon):
-        made = taught({"a": objective()}, Lacks(-torch.inf))
+        made = distil({"a": objective()}, Lacks(-torch.inf))
         assert not fitted(made, loader(labels=LABELS % 3)).failed
 
 
@@ -219,4 +219,4 @@ def test_a_class_that_a_teacher_excludes_counts_nothing() -> None:
 )
 def test_a_teacher_that_gives_no_finite_loss_is_refused(value: float, objective: Objective) -> None:
     with pytest.raises(BadInput, match=r"^variants.a \w+: expected a teacher with finite logits; for zeros it gives"):
-        taught({"a": objective}, Lacks(value))
+        distil({"a": objective}, Lacks(value))

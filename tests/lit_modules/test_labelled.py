@@ -26,10 +26,10 @@ from tests.training import (
     assert_same,
     classifier,
     digits,
+    distil,
     fit,
     on,
     outcome,
-    taught,
     weights,
 )
 
@@ -38,7 +38,7 @@ STUDENTS: dict[str, Any] = {"ce": CrossEntropy, "kd": Hinton, "both": lambda: Su
 
 
 def module(labelled: bool = False, names: tuple[str, ...] = ("ce", "kd", "both")) -> Distillation:
-    return taught({name: STUDENTS[name]() for name in names}, labelled=labelled)
+    return distil({name: STUDENTS[name]() for name in names}, labelled=labelled)
 
 
 def trained(folder: Path, place: str, made: Any = None, **options: Any) -> Outcome:
@@ -169,10 +169,10 @@ class Secret(Objective):
 
 
 def test_a_term_that_does_not_say_that_it_needs_labels_is_refused() -> None:
-    taught({"x": Secret()})
+    distil({"x": Secret()})
     line = r"^variants\.x Secret: expected an objective whose term mine needs no label, as some are hidden"
     with pytest.raises(BadInput, match=line):
-        taught({"x": Secret()}, labelled=False)
+        distil({"x": Secret()}, labelled=False)
 
 
 def test_a_distillation_that_expects_labels_refuses_hidden_ones() -> None:

@@ -32,10 +32,10 @@ from tests.training import (
     LinesLogger,
     assert_same,
     digits,
+    distil,
     distillation,
     fit,
     net,
-    taught,
     trainer,
     weights,
 )
@@ -82,7 +82,7 @@ class Loud(Objective):
 
 
 def company(**objectives: Objective) -> Distillation:
-    return taught(objectives)
+    return distil(objectives)
 
 
 def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:
@@ -296,9 +296,7 @@ QUICK = [("bf16", 1, None), ("fp16", 1, None), ("bf16", 2, DDP), ("fp16", 2, DDP
 
 
 @pytest.mark.parametrize(("name", "devices", "make"), mostly_slow(NEAR, *QUICK))
-def test_all_train_near_float32(
-    name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_near_float32(name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path) -> None:
     options, tolerance = HALVES[name]
     if make is LocalSGD:  # learns otherwise
         plain = curves(distillation(), 2, tmp_path / "plain", strategy=make(timeout=60))

@@ -237,9 +237,7 @@ QUICK = [kind for kind in KINDS if kind[:3] in (CASES[1], CASES[2])]
 
 
 @pytest.mark.parametrize(("place", "size", "batches", "kind"), mostly_slow(KINDS, *QUICK))
-def test_any_ranks_and_micro_batches_are_one(
-    place: str, size: int, batches: int, kind: str, alone: dict[str, Any]
-) -> None:
+def test_ranks_and_micro_batches_are_one(place: str, size: int, batches: int, kind: str, alone: dict[str, Any]) -> None:
     assert_same(alone[kind], trained(kind, size, place, accumulate_grad_batches=batches), 1e-9)
 
 

@@ -263,7 +263,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
         (BatchNormAct2d, torch.float64, 1e-9),
     ],
 )
-def test_statistics_are_those_of_all_rows(
+def test_statistics_are_of_all_rows(
     norm: Any, dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64, 4, 32, 32, dtype=torch.float64) * 3 + 5

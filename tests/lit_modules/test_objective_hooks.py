@@ -13,11 +13,11 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import AttentionTransfer, Hinton, Objective, Sum, Term
 from lit_modules.objectives.base import Choice, Linear, Log
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, digits, fit, taught
+from tests.training import SHAPE, digits, distil, fit
 
 
 def module(**students: Objective) -> Distillation:
-    return taught(students, samples=101)
+    return distil(students, samples=101)
 
 
 class Seen(Objective):

@@ -155,9 +155,7 @@ def test_two_sets_are_refused_or_said_where_nothing_chooses(tmp_path: Path) -> N
     assert load_weights(net(), file, "teacher_ckpt") == []
 
 
-def test_a_teacher_of_a_run_keeps_options_that_no_shape_tells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_teacher_keeps_options_that_no_shape_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"num_heads": 4, "dropout": 0.0, "embed_dim": 8, "patch_size": 4, "num_layers": 1}
     options |= {"input_shape": [1, 8, 8], "num_classes": 10}
     save_net(ViT(**options), spec("lit_modules.nets.ViT", options), tmp_path / "teacher")

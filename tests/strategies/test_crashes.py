@@ -136,9 +136,7 @@ def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel
 
 
 @pytest.mark.parametrize("signum", mostly_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
-def test_a_signal_to_the_parent_reaches_ranks(
-    signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_a_parents_signal_reaches_ranks(signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever has started the tests may ignore it
         crash("ddp", tmp_path, Crash(0, signum, to_parent=True))

@@ -24,7 +24,7 @@ from strategies.exact.shards import bounds, part
 from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
-from tests.training import MODULES, assert_same, digits, distillation, fit, on, taught, trainer, weights
+from tests.training import MODULES, assert_same, digits, distil, distillation, fit, on, trainer, weights
 
 
 class Stranger(LightningModule):
@@ -92,7 +92,7 @@ def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, (2, 3, 8)), ("students", 3)))
-def test_bits_are_equal_on_any_devices(
+def test_bits_are_equal_on_devices(
     run: str, devices: int, on_one_process: Callable[[str], Bits], tmp_path: Path
 ) -> None:
     assert len(on_one_process(run)[1].splitlines()) > 6
@@ -186,7 +186,7 @@ def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
     # calls: 4 shards a step, 3 the last
-    module = taught({"bad": Poisoned(16), "ce": CrossEntropy()})
+    module = distil({"bad": Poisoned(16), "ce": CrossEntropy()})
     fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
     alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)
     ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}

@@ -35,11 +35,11 @@ from tests.training import (
     assert_same,
     classifier,
     digits,
+    distil,
     distillation,
     fit,
     net,
     outcome,
-    taught,
     trainer,
     weights,
 )
@@ -93,7 +93,7 @@ class Foreign(LightningModule):
 
 
 def one_fails() -> Distillation:
-    return taught({"bad": Poisoned(4), "ce": CrossEntropy()})
+    return distil({"bad": Poisoned(4), "ce": CrossEntropy()})
 
 
 NO_ROWS = {"batch_size": 3, "train_size": 10}

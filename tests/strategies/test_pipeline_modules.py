@@ -16,7 +16,7 @@ from harness.runs.quiet import quiet
 from lab.strategies import RPCHybrid
 from strategies.base.data_parallel import DataParallel
 from tests.grids import mostly_slow
-from tests.pipelines import Clock, Plain, Slow, ended, pairs, pipeline, placed
+from tests.pipelines import Clock, Plain, Slow, ended, note_places, pairs, pipeline
 from tests.processes import launch
 from tests.training import LinesLogger, assert_same, trainer, weights
 
@@ -132,7 +132,7 @@ class Wrapped(nn.Module):
 
 def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
-    notes = placed(tmp_path / "names")
+    notes = note_places(tmp_path / "names")
 
     def loaders() -> Any:
         return {"a": DataLoader(pairs(), batch_size=8), "b": DataLoader(pairs(), batch_size=8)}
@@ -152,11 +152,9 @@ class Uneven(Plain):
 
 
 @pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
-def test_stages_are_balanced_as_asked(
-    balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_are_balanced(balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
-    notes = placed(tmp_path / "names")
+    notes = note_places(tmp_path / "names")
     both, _ = ended(Uneven, pipeline(balance=balance), max_epochs=1, callbacks=[notes])
     assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", *(f"net.{n}.scale" for n in slow)]]
     assert_same(both, ended(Uneven, max_epochs=1)[0], atol=1e-9)  # measuring has left no trace
