@@ -29,7 +29,6 @@ def update_table(page: str, results: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the files and write the page."""
     files = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
     results = [json.loads(file.read_text()) for file in files]
     PAGE.write_text(

@@ -111,17 +111,34 @@ def test_gradients_are_averaged_in_buckets() -> None:
     ranks(3, averages, backend="gloo")
 
 
-class ByHand(LightningModule):
-    """Two backward passes a step, and statistics of its own."""
+class Normalised(LightningModule):
+    """Its BatchNorm keeps statistics of what a rank sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 1e-4, momentum: float = 0.0) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.lr, self.momentum = lr, momentum
         torch.manual_seed(0)
         self.layer, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layer(self.norm(images.flatten(1).to(self.layer.weight.dtype)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch.inputs).square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch.inputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr, self.momentum)
+
+
+class ByHand(Normalised):
+    """Two backward passes a step."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.05, momentum=0.9)
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -130,12 +147,6 @@ class ByHand(LightningModule):
         self.manual_backward(outputs.square().mean(), retain_graph=True)
         self.manual_backward(outputs.mean())
         optimizer.step()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch.inputs)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def statistics(_trainer: Any, module: LightningModule) -> float:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.multiprocessing import ProcessRaisedException
 
@@ -17,10 +15,10 @@ from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ZeRO1
 from tests.grids import mostly_slow
 from tests.lab.test_param_server import Plain, pairs
-from tests.lab.test_ring_training import AtValidation, statistics
+from tests.lab.test_ring_training import CLIPPED, AtValidation, Normalised, statistics
 from tests.launching import free_port
-from tests.strategies.test_strategies import STEPS, SaveAndStop
-from tests.training import assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.strategies.test_strategies import STEPS, Gathered, SaveAndStop, alone, norm, outcome
+from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
 BOTH = pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])
 Chain = list[tuple[Callable[..., DataParallel], int]]
@@ -28,6 +26,52 @@ CHAINS: dict[str, Chain] = {
     "param_server": [(ParamServer, 3), (ZeRO1, 2), (ParamServer, 2), (ParamServer, 1)],
     "rpc_hybrid": [(RPCHybrid, 3), (ZeRO1, 2), (RPCHybrid, 2), (ParamServer, 2)],
 }
+
+
+SPLIT = {"devices_per_worker": 2}
+QUICK = [
+    (ParamServer, {}, "students", 1, {}),
+    (RPCHybrid, {}, "students", 1, {}),
+    (RPCHybrid, {}, "resnet8", 3, {}),  # its BatchNorm sees the global batch, backward too
+]
+SLOW = [
+    (ParamServer, {}, "students", 2, CLIPPED),
+    (ParamServer, {}, "students", 3, {}),
+    (ParamServer, {}, "students", 8, {}),
+    (ParamServer, {}, "teacher", 3, CLIPPED),
+    (ParamServer, {}, "resnet8", 3, {}),
+    (RPCHybrid, SPLIT, "students", 2, CLIPPED),
+    (RPCHybrid, {}, "students", 3, CLIPPED),
+    (RPCHybrid, {}, "students", 8, {}),
+    (RPCHybrid, SPLIT, "teacher", 3, {}),
+    (RPCHybrid, {"devices_per_worker": [1, 2]}, "teacher", 3, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen", "run", "devices", "options"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_float64_agrees_with_one_process(
+    strategy: Any, chosen: dict[str, Any], run: str, devices: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
+    assert len(losses) == 20
+    theirs, other = outcome(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options)
+    assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
+    assert_same(ended, other, atol=1e-9)
+
+
+@BOTH
+def test_each_sample_is_validated_once_and_replicas_stay_equal(strategy: Any, tmp_path: Path) -> None:
+    found = {}
+    for devices in (1, 3):
+        logger, told = LinesLogger(tmp_path / f"log{devices}"), Gathered(tmp_path / f"norms{devices}", norm)
+        options = {**STEPS, "max_steps": 6, "strategy": strategy(timeout=60), "callbacks": [told]}
+        fit(classifier(), digits(validation_size=50), devices, logger=logger, **options)
+        found[devices] = logger.values("val/acc")
+    assert found[1] == found[3] != []
+    assert [len(set(line)) for line in told.lines()] == [1] * 6
 
 
 @BOTH
@@ -52,26 +96,6 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_devices(chain: str, 
         with quiet():
             trainer(devices, **options | {"max_steps": 16}).fit(module, digits(), **resumed)
     assert_same(weights(module), right, atol=1e-9)
-
-
-class Normalised(LightningModule):
-    """Its BatchNorm keeps statistics of what a rank sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(64), nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.layer(self.norm(images.flatten(1).to(self.layer.weight.dtype)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch.inputs).square().sum()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch.inputs)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
 @BOTH

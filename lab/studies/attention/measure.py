@@ -2,9 +2,7 @@
 
 import gc
 import importlib
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,10 +17,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
-from harness.runs.files import atomic, write_json
+from harness.runs.files import atomic
 from harness.runs.quiet import silence
 from lab.studies.attention.cases import Case
-from lab.studies.isolation import call_isolated, can_fork, children_end_with_block
+from lab.studies.isolation import call_isolated, can_fork
 from lab.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, use_kernel
 from lit_modules.nets.transformer import Block
@@ -114,15 +112,12 @@ class Bench:
         if self.device.type == "cuda" or not can_fork():
             gc.collect()
             return function()
-        with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "result.json"
 
-            def write() -> None:
-                os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
-                write_json(file, function())
+        def call() -> T:
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
+            return function()
 
-            call_isolated(write, self.threads)
-            return json.loads(file.read_text())
+        return call_isolated(call, self.threads)
 
     # In a process of its own
 
