@@ -19,7 +19,7 @@ from lab.studies.comm.operations import OPERATIONS, Member
 from lab.studies.comm.report import all_rows, binary_size, picture, table
 from tests.commands import results
 from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
-from tests.ranks import ranks
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,7 +159,8 @@ def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
 # Its parts
 
 
-def every_case_is_correct_and_can_be_wrong() -> None:
+@in_ranks(3)
+def test_a_wrong_number_would_be_seen() -> None:
     group = dist.new_group([1, 2])
     for members, torchs in (((0, 1, 2), dist.group.WORLD), ((1, 2), group)):
         if dist.get_rank() not in members:
@@ -172,10 +173,6 @@ def every_case_is_correct_and_can_be_wrong() -> None:
             if operation.receives(member):
                 y[-1] += 1
                 assert not operation.is_correct(member, x, y), name
-
-
-def test_a_wrong_number_would_be_seen() -> None:
-    ranks(3, every_case_is_correct_and_can_be_wrong)
 
 
 def test_rows_of_any_number_of_ranks() -> None:

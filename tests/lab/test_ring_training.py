@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lab.strategies import AllReduce, DDPRing
 from lab.strategies.allreduce import Buckets
 from strategies import DDP, DataParallel
-from tests.ranks import ranks
+from tests.ranks import in_ranks
 from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
 from tests.training import assert_same, classifier, digits, fit, trainer, weights
 
@@ -82,7 +82,8 @@ def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.M
     assert told.lines() == [[x, x] for x in (0, 0, 1, 1, 2)]  # the epoch's end is one, too
 
 
-def averages() -> None:
+@in_ranks(3, backend="gloo")
+def test_gradients_are_averaged_in_buckets() -> None:
     rank = dist.get_rank()
     a, b, c, wide = (nn.Parameter(torch.zeros(2, 3)) for _ in range(4))
     other = nn.Parameter(torch.zeros(4, dtype=torch.float64))
@@ -105,10 +106,6 @@ def averages() -> None:
             "a": {1.0}, "b": {1.0}, "c": {-1.0}, "wide": {1.0}, "other": {4.5},
         }  # fmt: skip
         assert unused.grad is None
-
-
-def test_gradients_are_averaged_in_buckets() -> None:
-    ranks(3, averages, backend="gloo")
 
 
 class Normalised(LightningModule):
