@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -232,11 +234,9 @@ class Measurement(NamedTuple):
 Measure = Callable[[argparse.Namespace], Measurement]
 
 
-def merge(parts: Mapping[str, Measurement]) -> Measurement:
-    """Merge measurements; the units of figures get their names."""
-    figures = {f"{unit} ({name})": runs for name, part in parts.items() for unit, runs in part.figures.items()}
-    ratios = {name: runs for part in parts.values() for name, runs in part.ratios.items()}
-    return Measurement(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
+def merge(parts: Sequence[Measurement]) -> Measurement:
+    figures, ratios, facts = zip(*parts, strict=True)
+    return Measurement(reduce(or_, figures), reduce(or_, ratios), reduce(or_, facts))
 
 
 def medians(runs: Runs) -> dict[str, float]:

@@ -150,8 +150,7 @@ def measure(args: argparse.Namespace) -> Measurement:
         generate(root, args.images)
         parts += [speeds(root, transforms, args) for transforms in ("light", "heavy")]
         parts.append(Measurement({}, {"waiting": [waiting(root, args)]}))
-    figures = {unit: runs for part in parts for unit, runs in part.figures.items()}
-    return Measurement(figures, {name: runs for part in parts for name, runs in part.ratios.items()})
+    return common.merge(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

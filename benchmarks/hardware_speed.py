@@ -64,7 +64,8 @@ def ddp(args: argparse.Namespace) -> Measurement:
         "halves": lambda: sum(run_forked(lambda _: images_per_second(64, devices=1), 2)),
     }
     runs = common.take_turns(rivals, args.rounds, "images/s")
-    return Measurement({"images/s": runs}, {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")})
+    ratios = {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")}
+    return Measurement({"images/s (ddp)": runs}, ratios)
 
 
 def startup(args: argparse.Namespace) -> Measurement:
@@ -78,7 +79,7 @@ def startup(args: argparse.Namespace) -> Measurement:
         return max(firsts)
 
     runs = common.take_turns({f"{n} ranks": partial(seconds, n) for n in (1, 8)}, args.rounds, "s")
-    return Measurement({"s": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
+    return Measurement({"s (startup)": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
 
 
 def exact(args: argparse.Namespace) -> Measurement:
@@ -99,20 +100,19 @@ def exact(args: argparse.Namespace) -> Measurement:
         for key, part in (("exact", "bake-off"), ("students", "students step"))
         for n in (1, 2)
     }
-    return Measurement({"s": runs}, ratios)
+    return Measurement({"s (exact)": runs}, ratios)
 
 
 def overhead(args: argparse.Namespace) -> Measurement:
     def step_ms(with_callback: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            callbacks = (
-                [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if with_callback else []
-            )
+            measure = Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))
+            callbacks: Any = {"callbacks": [measure] if with_callback else []}
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=callbacks))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, **callbacks))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
-    return Measurement({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
+    return Measurement({"ms a step (overhead)": runs}, {"overhead": common.over(runs["with"], runs["without"])})
 
 
 PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
@@ -120,7 +120,7 @@ PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 def measure(args: argparse.Namespace) -> Measurement:
     common.one_thread()
-    return common.merge({name: PARTS[name](args) for name in args.parts})
+    return common.merge([PARTS[name](args) for name in args.parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -138,14 +138,14 @@ def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
         "plain": common.over(runs["plain"], runs[best]),
         "halves": common.over(runs[best], runs["halves"]),
     }
-    return Measurement({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_compared})
+    return Measurement({"s a step (fits)": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_compared})
 
 
 def cost(setting: Setting, args: argparse.Namespace) -> Measurement:
     setting.steps = args.pairs
     rivals: Rivals = {"strategy": partial(setting.pipelined, "1F1B", MICROBATCHES), "bare": setting.bare}
     runs = common.take_turns(rivals, args.rounds, "s a step")
-    return Measurement({"s a step": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
+    return Measurement({"s a step (cost)": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
 
 
 PARTS = {"fits": fits, "cost": cost}
@@ -154,7 +154,7 @@ PARTS = {"fits": fits, "cost": cost}
 def measure(args: argparse.Namespace) -> Measurement:
     common.one_thread()
     setting = Setting(args)
-    return common.merge({name: PARTS[name](setting, args) for name in args.parts})
+    return common.merge([PARTS[name](setting, args) for name in args.parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from strategies import NAMES
 from strategies.base import failures
 
 T = TypeVar("T")
+PATIENCE = 3.0  # seconds until a process that should end is killed
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
 DURATION = (
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
@@ -63,8 +64,8 @@ def usual_threads(input_shape: Sequence[int], threads: int) -> int:
 
 
 @contextmanager
-def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
-    """Kill processes that the block started if it raises, and they have not ended after `patience` seconds.
+def children_end_with_block() -> Iterator[None]:
+    """Kill processes that the block started if it raises, and they have not ended after `PATIENCE`.
 
     A rank inside a collective receives no signal, and this process would wait for it at exit.
     """
@@ -74,7 +75,7 @@ def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
     except BaseException:
         started = set(multiprocessing.active_children()) - before
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + PATIENCE
             for process in started:
                 process.join(max(deadline - time.monotonic(), 0))
         finally:

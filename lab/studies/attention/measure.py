@@ -43,25 +43,10 @@ class Operator(TypedDict):
     share: float
 
 
-class Outcome(TypedDict, total=False):
-    """Figures of a call, or why torch refuses it."""
+class Row(TypedDict, total=False):
+    """A measured case, or a product of matrices with a name, a part and a dtype, or why torch refuses it.
 
-    refused: str | None
-    kernel: str
-    peak_bytes: int | None
-    microseconds: float
-    iqr_microseconds: float
-    times: int
-    tflops_per_second: float
-    threads: int
-    matrix: int  # rows of the square matrices of a product
-    operators: list[Operator]  # of a profiled call
-
-
-class Row(Outcome, total=False):
-    """A measured case, or a product of matrices. A case has all fields of `Case`; those that the report reads are here.
-
-    A product has a name, a part and a dtype.
+    A case has all fields of `Case`; those that the report reads are here.
     """
 
     name: str
@@ -76,7 +61,17 @@ class Row(Outcome, total=False):
     backward: bool
     tutorial_us: float | None
     direction: str
+    refused: str | None
+    kernel: str
+    peak_bytes: int | None
+    microseconds: float
+    iqr_microseconds: float
+    times: int
+    tflops_per_second: float
     share_of_peak: float | None
+    threads: int
+    matrix: int  # rows of the square matrices of a product
+    operators: list[Operator]  # of a profiled call
 
 
 T = TypeVar("T")
@@ -121,7 +116,7 @@ class Bench:
 
     # In a process of its own
 
-    def _measure_call(self, case: Case, folder: Path) -> Outcome:
+    def _measure_call(self, case: Case, folder: Path) -> Row:
         try:
             with silence(*LOGGERS), open_call(case, self.device) as call:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
@@ -130,10 +125,10 @@ class Bench:
                 memory = PeakMemory(self.device)
                 call()
                 peak = memory.bytes()
-                outcome: Outcome = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
+                figures: Row = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
                 if case.part == "profile":
-                    outcome["operators"] = self._profile(call, case, folder)
-                return outcome
+                    figures["operators"] = self._profile(call, case, folder)
+                return figures
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
         except RuntimeError as error:
@@ -145,7 +140,7 @@ class Bench:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
-    def _time(self, call: Call, operations: float) -> Outcome:
+    def _time(self, call: Call, operations: float) -> Row:
         # Imported here, as it looks for a CUDA compiler, and prints if there is none
         from torch.utils.benchmark import Measurement, Timer
 
@@ -163,8 +158,8 @@ class Bench:
             "threads": torch.get_num_threads(),
         }
 
-    def _fastest_product(self, dtype: str) -> Outcome:
-        products: list[Outcome] = []
+    def _fastest_product(self, dtype: str) -> Row:
+        products: list[Row] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
             products.append({"matrix": n, **self._time(partial(torch.mm, a, b), 2 * n**3)})
