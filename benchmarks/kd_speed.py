@@ -32,7 +32,7 @@ from apprentice.errors import BadInput
 from benchmarks import common
 from benchmarks.common import Measurement, Target
 from datamodules import ImageFolder
-from harness.runs.speed import peak_memory
+from harness.runs.progress import peak_memory
 from lit_modules.nets import DeepNN, LightNN
 
 ARCHIVE = common.DATA / "cifar10-jpg.tar.xz"

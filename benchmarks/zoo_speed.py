@@ -21,7 +21,7 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Noise, Runs, Target
 from harness.runs import environment
-from harness.runs.speed import peak_memory
+from harness.runs.progress import peak_memory
 from harness.studies import zoo
 from lab.studies.isolation import run_forked
 from lit_modules import objectives

@@ -22,6 +22,7 @@ from harness.runs.files import write_json
 from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
 from strategies.base import failures
+from strategies.base.launchers import end_with_parent
 
 T = TypeVar("T")
 PATIENCE = 3.0  # seconds until a process that should end is killed
@@ -101,6 +102,7 @@ def run_forked(function: Callable[[int], T], copies: int = 1) -> list[T]:
         error, results = Path(folder) / "error", [Path(folder) / str(number) for number in range(copies)]
 
         def call(number: int) -> None:
+            end_with_parent()
             with failures.send_errors(error):
                 write_json(results[number], function(number))
 

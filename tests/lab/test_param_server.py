@@ -19,9 +19,10 @@ from harness import cli
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, DataParallel
+from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.processes import Run, launch
-from tests.strategies.test_strategies import Gathered, state_bytes
+from tests.strategies.test_strategies import state_bytes
 from tests.training import assert_same, classifier, digits, fit, trainer, weights
 
 
@@ -70,9 +71,9 @@ def test_anyones_module_trains_as_under_ddp_on_the_workers_alone() -> None:
 
 
 def test_only_the_server_has_the_optimizers_state(tmp_path: Path) -> None:
-    told = Gathered(tmp_path / "bytes", state_bytes)
+    told = Notes(tmp_path / "bytes", state_bytes, "on_train_batch_end")
     module = fit(classifier(), digits(), 3, strategy=server(), callbacks=[told], max_epochs=1)
-    assert told.lines()[-1] == [0.0, 0.0, 8.0 * sum(p.numel() for p in module.parameters())]
+    assert [steps[-1] for steps in told.of_ranks()] == [0, 0, 8 * sum(p.numel() for p in module.parameters())]
 
 
 class Late(Callback):

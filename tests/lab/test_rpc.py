@@ -13,12 +13,24 @@ from harness.runs.quiet import quiet
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ZeRO1
+from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.lab.test_param_server import Plain, pairs
-from tests.lab.test_ring_training import CLIPPED, AtValidation, Normalised, statistics
+from tests.lab.test_ring_training import CLIPPED, Normalised, statistics
 from tests.launching import free_port
-from tests.strategies.test_strategies import STEPS, Gathered, SaveAndStop, alone, norm, outcome
-from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.strategies.test_strategies import STEPS, alone, norm, trained
+from tests.training import (
+    assert_agree,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    net,
+    outcome,
+    trainer,
+    weights,
+)
 
 BOTH = pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])
 Chain = list[tuple[Callable[..., DataParallel], int]]
@@ -55,23 +67,23 @@ SLOW = [
 def test_float64_agrees_with_one_process(
     strategy: Any, chosen: dict[str, Any], run: str, devices: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
-    assert len(losses) == 20
-    theirs, other = outcome(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options)
-    assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-    assert_same(ended, other, atol=1e-9)
+    right = alone(run, "accumulated and clipped" if options else "plain")
+    assert len(right[0]) == 20
+    assert_agree(right, trained(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
 
 
 @BOTH
 def test_each_sample_is_validated_once_and_replicas_stay_equal(strategy: Any, tmp_path: Path) -> None:
-    found = {}
-    for devices in (1, 3):
-        logger, told = LinesLogger(tmp_path / f"log{devices}"), Gathered(tmp_path / f"norms{devices}", norm)
-        options = {**STEPS, "max_steps": 6, "strategy": strategy(timeout=60), "callbacks": [told]}
-        fit(classifier(), digits(validation_size=50), devices, logger=logger, **options)
-        found[devices] = logger.values("val/acc")
-    assert found[1] == found[3] != []
-    assert [len(set(line)) for line in told.lines()] == [1] * 6
+    norms, scores = Notes(tmp_path / "norms", norm, "on_train_batch_end"), {}
+    for devices, callbacks in {1: [], 3: [norms]}.items():
+        options = {**STEPS, "max_steps": 6, "strategy": strategy(timeout=60), "callbacks": callbacks}
+        scores[devices], _ = outcome(
+            classifier(), digits(validation_size=50), tmp_path, ["val/acc"], devices, **options
+        )
+    assert scores[1] == scores[3] != []
+    first, *others = norms.of_ranks()
+    assert len(first) == 6
+    assert others == [first] * 2
 
 
 @BOTH
@@ -101,12 +113,12 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_devices(chain: str, 
 @BOTH
 @pytest.mark.filterwarnings("ignore:norm. BatchNorm sees the rows of one worker")
 def test_all_ranks_validate_with_one_ranks_statistics(strategy: Any, tmp_path: Path) -> None:
-    told = AtValidation(tmp_path / "statistics", statistics)
+    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
     data = digits(train_size=112, validation_size=20, batch_size=28)
     fit(Normalised(), data, 3, strategy=strategy(timeout=60), max_epochs=2, callbacks=[told])
-    first, second = told.lines()
-    assert len(set(first)) == len(set(second)) == 1
-    assert first != second
+    ranks = told.of_ranks()
+    assert ranks == [ranks[0]] * 3
+    assert len(set(ranks[0])) == len(ranks[0]) == 2
 
 
 # What is refused
