@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -18,24 +17,17 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
 from strategies import DDP, PipelineStrategy
+from tests.callbacks import Seen
 from tests.training import SHAPE, assert_same, classifier, digits, distil, fit, net, trainer, weights
 
 MIXED: dict[str, Any] = {"augment": True, "mixup": 0.8, "cutmix": 1.0}
-
-
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        self.batches.append(batch)
 
 
 def batches(**options: Any) -> tuple[list[Batch], list[Batch]]:
     def seen(data: Digits) -> list[Batch]:
         seen = Seen()
         fit(classifier(), data, precision="64-true", max_epochs=3, callbacks=[seen])
-        return seen.batches
+        return seen.train
 
     mixing = {name: options.pop(name) for name in ("mixup", "cutmix") if name in options}
     return seen(digits(**options, **mixing)), seen(digits(**options))

@@ -1,39 +1,22 @@
 """A fit resumed in mid-epoch sees the batches that an undisturbed one would have seen, and ends with its weights."""
 
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.nn import functional as F
+from torch.optim import SGD
 
-from apprentice.batch import Batch
+from apprentice.keyed import with_seed
 from datamodules import Digits
+from lit_modules.classifier import LitClassifier
+from tests.callbacks import Seen
+from tests.training import trainer
 
 EPOCHS, BATCHES = 3, 5  # 75 samples in batches of 16
-
-
-class Recorder(LightningModule):
-    """A linear classifier with momentum that writes down which samples it sees, and when."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(64, 10)
-        self.seen: list[tuple[int, int, list[int]]] = []
-        self.validated: list[tuple[int, list[int]]] = []
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        self.seen.append((self.global_step, batch.step, batch.index.tolist()))
-        return batch.mean(F.cross_entropy(self.net(batch.inputs.flatten(1)), batch.labels, reduction="none"))
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validated.append((self.global_step, batch.index.tolist()))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Saver(Callback):
@@ -55,14 +38,13 @@ def data(validation_size: int = 40) -> Digits:
     return module
 
 
-def fit(digits: Digits, callbacks: list[Callback], ckpt: Path | None = None, **options: object) -> Recorder:
-    module = Recorder()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=EPOCHS, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=digits, ckpt_path=ckpt)
-    return module
+def fit(digits: Digits, callbacks: list[Callback], ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """What a linear classifier sees, and its weight at the end."""
+    net = with_seed(0, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    module, seen = LitClassifier(net, optimizer=partial(SGD, lr=0.1, momentum=0.9)), Seen()
+    trainer(max_epochs=EPOCHS, callbacks=[seen, *callbacks], **options).fit(module, digits, ckpt_path=ckpt)
+    batches = [(step, batch.step, batch.index.tolist()) for step, batch in zip(seen.steps, seen.train, strict=True)]
+    return batches, net[1].weight
 
 
 MOMENTS = "train_batch_start", "train_batch_end", "validation_batch_end", "validation_end", "train_epoch_end"
@@ -77,26 +59,26 @@ CASES = [
 @pytest.mark.parametrize(("hook", "options"), CASES, ids=str)
 def test_resumed_fit_is_the_undisturbed_one(tmp_path: Path, hook: str, options: dict) -> None:
     digits = data()
-    whole = fit(digits, [Saver(tmp_path, hook)], **options)
+    whole, weight = fit(digits, [Saver(tmp_path, hook)], **options)
     batches = options.get("limit_train_batches", BATCHES)
-    epochs = [[index for _, step, index in whole.seen if step // BATCHES == epoch] for epoch in range(EPOCHS)]
+    epochs = [[index for _, step, index in whole if step // BATCHES == epoch] for epoch in range(EPOCHS)]
     assert [len(epoch) for epoch in epochs[:2]] == [batches, batches]
     assert epochs[0] != epochs[1] != epochs[2]
     checkpoints = list(tmp_path.glob("*.ckpt"))
     assert len(checkpoints) >= 2
     for checkpoint in checkpoints:
-        resumed = fit(digits, [], checkpoint, **options)
-        assert resumed.seen == [seen for seen in whole.seen if seen[0] >= int(checkpoint.stem)], checkpoint.name
-        assert torch.equal(resumed.net.weight, whole.net.weight), checkpoint.name
+        resumed, ended = fit(digits, [], checkpoint, **options)
+        assert resumed == [seen for seen in whole if seen[0] >= int(checkpoint.stem)], checkpoint.name
+        assert torch.equal(ended, weight), checkpoint.name
 
 
 def test_resumed_without_validation(tmp_path: Path) -> None:
     digits = data(validation_size=0)
-    whole = fit(digits, [Saver(tmp_path, "on_train_batch_end")])
+    whole, weight = fit(digits, [Saver(tmp_path, "on_train_batch_end")])
     for done in (3, 5, 11):
-        resumed = fit(digits, [], tmp_path / f"{done}.ckpt")
-        assert resumed.seen == whole.seen[done:]
-        assert torch.equal(resumed.net.weight, whole.net.weight)
+        resumed, ended = fit(digits, [], tmp_path / f"{done}.ckpt")
+        assert resumed == whole[done:]
+        assert torch.equal(ended, weight)
 
 
 def test_other_passes_during_and_after_a_fit_are_whole() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import SGD
@@ -22,15 +22,16 @@ from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT, DeepNN, LightNN, pipeline_stages
 from lit_modules.nets.recorded import rebuild, to_plain
 from lit_modules.objectives import Hint, Hinton, SimKD, Sum
+from tests.callbacks import Seen
 from tests.training import assert_same, digits, weights
 
 SHAPE = (1, 8, 8)
 CPU: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "devices": 1}
 
 
-def fitted(module: LightningModule, data: Any, folder: Path, **options: Any) -> str:
+def fitted(module: LightningModule, data: Any, folder: Path, *callbacks: Callback, **options: Any) -> str:
     written = ModelCheckpoint(folder / "checkpoints")
-    options = {"max_epochs": 1, "enable_model_summary": False, "callbacks": [written], **CPU, **options}
+    options = {"max_epochs": 1, "enable_model_summary": False, "callbacks": [written, *callbacks], **CPU, **options}
     with quiet():
         Trainer(**options).fit(module, data)
     return written.best_model_path
@@ -121,21 +122,16 @@ def test_predictions_are_the_logits_of_the_test_samples_in_order() -> None:
     assert torch.equal(module.predict_step(data.normalize(samples.inputs[:4]))["kd"], found[0]["kd"][:4])
 
 
-class Seen(LitClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        vars(self).setdefault("seen", []).append(batch.index.tolist())
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_trainers_flags_for_trying_work(tmp_path: Path) -> None:
-    module = Seen(LightNN(SHAPE))
-    fitted(module, digits(), tmp_path, fast_dev_run=True)
-    assert len(module.seen) == 1
-    module = Seen(LightNN(SHAPE))
-    fitted(module, digits(batch_size=25), tmp_path / "overfit", overfit_batches=2, max_epochs=3)
-    assert module.seen == 3 * module.seen[:2]
-    module = Seen(LightNN(SHAPE))
-    fitted(module, digits(batch_size=25), tmp_path / "limit", limit_train_batches=2, limit_val_batches=1, max_epochs=2)
-    assert len({tuple(each) for each in module.seen}) == 4
-    assert len(pipeline_stages(module.net)) > 1
+    def seen(data: Any, **options: Any) -> list[list[int]]:
+        batches, module = Seen(), LitClassifier(LightNN(SHAPE))
+        fitted(module, data, tmp_path / "-".join(options), batches, **options)
+        assert len(pipeline_stages(module.net)) > 1
+        return [batch.index.tolist() for batch in batches.train]
+
+    assert len(seen(digits(), fast_dev_run=True)) == 1
+    overfitted = seen(digits(batch_size=25), overfit_batches=2, max_epochs=3)
+    assert overfitted == 3 * overfitted[:2]
+    limited = seen(digits(batch_size=25), limit_train_batches=2, limit_val_batches=1, max_epochs=2)
+    assert len({tuple(index) for index in limited}) == 4
