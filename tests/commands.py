@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from apprentice.errors import BadInput
 from harness.runs import folders
 
 
@@ -70,3 +71,11 @@ def refused_elsewhere(
     expected = f"the machine on which the rows in {copy} were measured: {differ}; or take another --out"
     assert capsys.readouterr().err == f"error: --resume true: expected {expected}\n"
     assert {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix} == before
+
+
+def refusal(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The one line of the `BadInput` that a call raises."""
+    with pytest.raises(BadInput) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)

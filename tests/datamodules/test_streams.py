@@ -24,6 +24,7 @@ from experiments import kd
 from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
+from tests.commands import refusal
 from tests.datamodules.test_image_folder import picture
 from tests.datamodules.test_resume import Saver
 from tests.grids import mostly_slow
@@ -293,6 +294,4 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
     ids=str,
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        ImageFolder("nowhere", **options)
-    assert str(error.value) == message
+    assert refusal(ImageFolder, "nowhere", **options) == message
