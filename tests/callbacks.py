@@ -63,3 +63,15 @@ class Seen(Callback):
 
     def on_test_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
         self.test.append(batch)
+
+
+class Saver(Callback):
+    """A checkpoint at each call of one hook, named by the steps done."""
+
+    def __init__(self, folder: Path, hook: str) -> None:
+        self.folder = folder
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *args: object) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")

@@ -30,8 +30,8 @@ from experiments import hardware, kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP
+from tests.callbacks import Saver
 from tests.commands import refused, results
-from tests.datamodules.test_resume import Saver
 from tests.grids import mostly_slow
 from tests.training import assert_same, fit, trainer, weights
 

@@ -1,21 +1,25 @@
-"""Ranks see together what one process sees; order, normalisation and augmentation are functions of their keys."""
+"""Ranks see together what one process sees, and a resumed fit what an undisturbed one would have seen."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torchvision.transforms.v2.functional as tv
-from lightning.pytorch import Trainer
-from torch import Tensor
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules import CIFAR10, Digits
 from datamodules.images import ImageData, augment
-from tests.callbacks import Seen
+from lit_modules.classifier import LitClassifier
+from tests.callbacks import Saver, Seen
 from tests.training import classifier, trainer
 
 RANKS = (1, 2, 3, 8)
@@ -227,3 +231,79 @@ def test_usable_without_a_trainer() -> None:
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
     assert [len(list(loader)) for loader in loaders] == [len(loader) for loader in loaders] == [3, 1, 3]
     assert list(Digits(validation_size=0).val_dataloader()) == []
+
+
+EPOCHS, BATCHES = 3, 5  # 75 samples in batches of 16
+
+
+def data(validation_size: int = 40) -> Digits:
+    module = Digits(batch_size=16, train_size=75, validation_size=validation_size, test_size=10, augment=True)
+    module.transforms = ["RandomVerticalFlip"]
+    module.order_seed = 3
+    return module
+
+
+def fit(digits: Digits, callbacks: list[Callback], ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """What a linear classifier sees, and its weight at the end."""
+    net = with_seed(0, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    module, seen = LitClassifier(net, optimizer=partial(SGD, lr=0.1, momentum=0.9)), Seen()
+    trainer(max_epochs=EPOCHS, callbacks=[seen, *callbacks], **options).fit(module, digits, ckpt_path=ckpt)
+    batches = [(step, batch.step, batch.index.tolist()) for step, batch in zip(seen.steps, seen.train, strict=True)]
+    return batches, net[1].weight
+
+
+MOMENTS = "train_batch_start", "train_batch_end", "validation_batch_end", "validation_end", "train_epoch_end"
+HOOKS = [f"on_{moment}" for moment in MOMENTS]
+OPTIONS: list[dict] = [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}, {"max_steps": 12}]
+# Lightning, with any loader, miscounts epochs when max_steps is given and it resumes from an epoch's end.
+CASES = [
+    (hook, options) for hook in HOOKS for options in OPTIONS if (hook, *options) != ("on_train_epoch_end", "max_steps")
+]
+
+
+@pytest.mark.parametrize(("hook", "options"), CASES, ids=str)
+def test_resumed_fit_is_the_undisturbed_one(tmp_path: Path, hook: str, options: dict) -> None:
+    digits = data()
+    whole, weight = fit(digits, [Saver(tmp_path, hook)], **options)
+    batches = options.get("limit_train_batches", BATCHES)
+    epochs = [[index for _, step, index in whole if step // BATCHES == epoch] for epoch in range(EPOCHS)]
+    assert [len(epoch) for epoch in epochs[:2]] == [batches, batches]
+    assert epochs[0] != epochs[1] != epochs[2]
+    checkpoints = list(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) >= 2
+    for checkpoint in checkpoints:
+        resumed, ended = fit(digits, [], checkpoint, **options)
+        assert resumed == [seen for seen in whole if seen[0] >= int(checkpoint.stem)], checkpoint.name
+        assert torch.equal(ended, weight), checkpoint.name
+
+
+def test_resumed_without_validation(tmp_path: Path) -> None:
+    digits = data(validation_size=0)
+    whole, weight = fit(digits, [Saver(tmp_path, "on_train_batch_end")])
+    for done in (3, 5, 11):
+        resumed, ended = fit(digits, [], tmp_path / f"{done}.ckpt")
+        assert resumed == whole[done:]
+        assert torch.equal(ended, weight)
+
+
+def test_other_passes_during_and_after_a_fit_are_whole() -> None:
+    """Only Lightning's own pass goes on where its progress stands."""
+
+    class Passes(Callback):
+        lengths: ClassVar[list[int]] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+            self.lengths.append(len(list(trainer.datamodule.train_dataloader())))
+            self.lengths.append(len(list(trainer.train_dataloader)))
+
+    digits = data()
+    fit(digits, [Passes()])
+    assert Passes.lengths == [BATCHES] * 2 * EPOCHS * BATCHES
+    assert len(list(digits.train_dataloader())) == BATCHES
+
+
+def test_checkpoint_holds_no_loader_state(tmp_path: Path) -> None:
+    fit(data(), [Saver(tmp_path, "on_train_batch_end")])
+    checkpoint = torch.load(tmp_path / "7.ckpt", weights_only=True)
+    assert checkpoint["loops"]["fit_loop"]["state_dict"] == {"combined_loader": [{}]}
+    assert "Digits" not in checkpoint

@@ -24,9 +24,9 @@ from experiments import kd
 from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
+from tests.callbacks import Saver
 from tests.commands import refusal
 from tests.datamodules.test_image_folder import picture
-from tests.datamodules.test_resume import Saver
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.processes import Run
