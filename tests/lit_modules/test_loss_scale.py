@@ -156,8 +156,7 @@ def test_one_run_steps_as_in_torchs_own_loop(accumulated: int, clip: float | Non
     reference = list(plain_loop(accumulated, clip, 6, GradScaler("cpu", **settings)))
     module = LitClassifier(net(dropout=0.0))
     options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip, "max_epochs": 6}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         fit(module, batches(), plugins=[half(**settings)], callbacks=[scales], limit_val_batches=0, **options)
     sequence = scales.values("")
     assert sequence == [scale for scale, _ in reference]

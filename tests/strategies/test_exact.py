@@ -128,8 +128,7 @@ def stranger(devices: int, folder: Path, samples: int = 101, **kwargs: Any) -> t
     val = DataLoader(TensorDataset(images[:90], labels[:90]), batch_size=30)
     logger = CSVLogger(folder, name="stranger", version=f"{devices}-{samples}")
     module = Stranger(normalised=True)
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1, "max_epochs": 3}
         trainer(devices, **options | kwargs).fit(module, train, val)
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
@@ -271,8 +270,7 @@ def normed(
     split = digits(train_size=rows).split("train")
     data = DataLoader(TensorDataset(split.inputs.float() / 16, split.labels), batch_size=size)
     module = make()
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         trainer(use_distributed_sampler=False, **options).fit(module, data)
     return weights(module)
 

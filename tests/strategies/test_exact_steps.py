@@ -80,8 +80,7 @@ def fitted(make: Callable[[], LightningModule], devices: int = 1, strategy: Any 
     sampler = WeightedRandomSampler([1.0] * 6 + [5.0] * 7, 13)
     train = DataLoader(Noisy(), 5, sampler=sampler, num_workers=workers)
     made = trainer(devices, strategy=strategy or DDP(timeout=60, exact=3), **kwargs)
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         made.fit(module, train, DataLoader(Noisy(), 4))
     return weights(module), {name: float(value) for name, value in made.callback_metrics.items()}
 
