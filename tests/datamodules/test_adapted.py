@@ -48,13 +48,7 @@ class Images(Dataset):
 
 
 class Mine(LightningDataModule):
-    """A data module as Lightning's guide has one: split in `setup`, loaders as torch makes them, a hook of its own.
-
-    Args:
-        workers: of the training loader.
-        sampler: what draws its order.
-        drop_last: whether it leaves the last batch out.
-    """
+    """A data module as Lightning's guide has one: split in `setup`, loaders as torch makes them, a hook of its own."""
 
     def __init__(self, workers: int = 0, sampler: str = "shuffle", drop_last: bool = False) -> None:
         super().__init__()
