@@ -140,7 +140,7 @@ def test_workers_and_a_generator_of_its_own_move_nothing() -> None:
     assert_same(ended(Mine(sampler="own generator")), ended(Mine(sampler="own generator")))
 
 
-@pytest.mark.parametrize("make", [Mine, Plain])
+@pytest.mark.parametrize("make", mostly_slow([Mine, Plain], Mine))
 def test_exact_bits_on_two_processes(make: Callable[[], Mine]) -> None:
     one, two = (ended(make(), devices, strategy=DDP(timeout=60, exact=4)) for devices in (1, 2))
     assert_same(one, two)

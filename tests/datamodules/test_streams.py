@@ -213,6 +213,7 @@ def test_a_killed_study_goes_on_to_the_bits_of_memory(root: Path, whole: Path, t
     same_nets(out, whole)
 
 
+@pytest.mark.slow
 def test_damage_in_mid_epoch_costs_nothing_trained(root: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
     out, victims = tmp_path / "run", sorted((copied / "train" / "dog").iterdir())
 

@@ -104,6 +104,7 @@ LOSSY: dict[str, tuple[Make, int, float]] = {
 }
 
 
+@pytest.mark.slow  # of classifiers: tests/strategies/test_strategies.py
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_compresses_begins_alike_and_stays_near(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
     make, same, near = LOSSY[name]

@@ -291,7 +291,7 @@ NEAR: list[tuple[str, int, Any]] = [
     *((name, devices, make) for name in HALVES for devices, make in ((1, None), (2, DDP))),
     *((name, 2, make) for name in HALVES for make in (ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP)),
 ]
-QUICK = [("bf16", 1, None), ("fp16", 1, None), ("bf16", 2, DDP), ("fp16", 2, DDP), ("fp16", 2, ZeRO1)]
+QUICK = [("bf16", 2, DDP), ("fp16", 2, DDP), ("fp16", 2, ZeRO1)]
 
 
 @pytest.mark.parametrize(("name", "devices", "make"), mostly_slow(NEAR, *QUICK))
