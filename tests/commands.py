@@ -10,6 +10,8 @@ import pytest
 
 from harness.runs import folders
 
+Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *flags) -> the line
+
 
 def results(out: Path) -> Any:
     return json.loads((out / "results.json").read_text())
