@@ -26,6 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drawn
 def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     compare.main(["--pool", str(runs / "a"), str(runs / "b"), "--out", str(tmp_path / "pooled")])

@@ -33,16 +33,8 @@ SMALL = [
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9",
 ]  # fmt: skip
 TUNED = [*SMALL, "--only", "ce", "hint", "--tune", "3", "--tune_seeds", "[7,8]"]
-RATES = [
-    "--scheduler",
-    "CosineAnnealingLR",
-    "--scheduler.T_max",
-    "3",
-    "--optimizer",
-    "SGD",
-    "--optimizer.momentum",
-    "0.9",
-]
+RATES = ["--scheduler", "CosineAnnealingLR", "--scheduler.T_max", "3"]
+RATES += ["--optimizer", "SGD", "--optimizer.momentum", "0.9"]
 
 
 def finished(out: Path, *flags: str) -> Path:
@@ -230,13 +222,13 @@ def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
         inner.fit(FitPlan(7, f"students-{row}", (arm,), 3, keeps_checkpoint=True, tested=False))
         whole = safepoints.read(folder / f"students-{row}.ckpt")
         mine = f"students.{arm.name}."
-        ours = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
-        assert_same(ours, whole["state_dict"])
+        own = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
+        assert_same(own, whole["state_dict"])
         state, alone_state = (checkpoint["optimizer_states"][0] for checkpoint in (together, whole))
         group, (only,) = state["param_groups"][list(alive).index(row)], alone_state["param_groups"]
         assert {**group, "params": []} == {**only, "params": []}
-        for number, alone_number in zip(group["params"], only["params"], strict=True):
-            moments = (state["state"].get(number, {}), alone_state["state"].get(alone_number, {}))
+        for ours, theirs in zip(group["params"], only["params"], strict=True):
+            moments = (state["state"].get(ours, {}), alone_state["state"].get(theirs, {}))
             assert_same(*({key: torch.as_tensor(x) for key, x in of.items() if x is not None} for of in moments))
         alone = json.loads((folder / f"students-{row}.json").read_text())
         assert alone["nets"][arm.name]["epochs"] == search._last_records(7)[arm.name].epochs
