@@ -25,8 +25,6 @@ from tests.training import assert_same, trainer, weights
 
 
 class Noisy(Dataset):
-    """Draws from every generator as a sample is read."""
-
     def __len__(self) -> int:
         return 13
 
@@ -63,7 +61,6 @@ class Line(LightningModule):
 
 
 def draw(*_: Any) -> float:
-    """As mixup does in a step."""
     return float(torch.rand(())) + random.random() + float(np.random.rand())  # noqa: NPY002
 
 
@@ -234,8 +231,6 @@ def test_what_can_not_be_logged_is_refused_as_lightning_refuses_it(name: str, ki
 
 
 class Partial(Line):
-    """Logs for some rows what it does not log for others."""
-
     def training_step(self, batch: Tensor) -> Tensor:
         self.log("all", batch.mean())
         if self.when(self):
@@ -252,7 +247,5 @@ ON_RANK_ZERO, IN_THE_FIRST_SHARD = lambda module: module.global_rank == 0, lambd
 
 @pytest.mark.parametrize(("when", "devices"), [(IN_THE_FIRST_SHARD, 1), (IN_THE_FIRST_SHARD, 2), (ON_RANK_ZERO, 2)])
 def test_shards_that_log_other_names_are_refused(when: Callable[[Partial], bool], devices: int) -> None:
-    with pytest.raises(
-        Exception, match=r"exact \d: expected each shard to log the same; one logs all, some, another all"
-    ):
+    with pytest.raises(Exception, match=r"exact \d: expected each shard to log the same; one logs all, some, another"):
         fitted(lambda: Partial(when), devices, num_sanity_val_steps=0)

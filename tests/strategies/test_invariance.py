@@ -1,60 +1,47 @@
-"""The number of devices changes the speed, not the result."""
+"""The number of devices changes the speed, not the result; each row is predicted once."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from apprentice.batch import Batch
 from harness.runs.quiet import quiet
-from lit_modules.nets import DeepNN, ResNet
+from lit_modules.nets import DeepNN
 from strategies import DDP, PipelineStrategy
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.strategies.test_strategies import SaveAndStop
-from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
+from tests.pipelines import Plain, pairs
+from tests.strangers import Writer, joined
+from tests.training import (
+    LinesLogger,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    on,
+    outcome,
+    trainer,
+    weights,
+)
 
 DEVICES = (2, 3, 8)
-RUNS = {
-    "students": (distillation, "hint/train/loss"),
-    "teacher": (lambda: classifier(DeepNN), "train/loss"),
-    "resnet8": (lambda: classifier(ResNet, depth=8), "train/loss"),
-}
-
-
-def outcome(
-    run: str, devices: int, path: Path, precision: str, steps: int
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    make, tag = RUNS[run]
-    logger = LinesLogger(path / f"{devices}.jsonl")
-    options = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 1, "precision": precision}
-    module = fit(make(), digits(), devices, logger=logger, **options)
-    losses = logger.values(tag)
-    assert len(losses) == steps
-    return losses, weights(module)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "others"), [("students", DEVICES), ("teacher", (3,)), ("resnet8", (3,))])
-def test_fifty_float64_steps_agree_on_any_number_of_processes(
-    run: str, others: tuple[int, ...], tmp_path: Path
-) -> None:
-    losses, ended = outcome(run, 1, tmp_path, "64-true", 50)
-    assert all(w.dtype == torch.float64 for w in ended.values() if w.is_floating_point())
-    for devices in others:
-        theirs, other = outcome(run, devices, tmp_path, "64-true", 50)
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(ended, other, atol=1e-9)
 
 
 def test_first_float32_losses_agree(tmp_path: Path) -> None:
-    losses, _ = outcome("teacher", 1, tmp_path, "32-true", 10)
-    for devices in DEVICES:
-        assert outcome("teacher", devices, tmp_path, "32-true", 10)[0] == pytest.approx(losses, abs=1e-5, rel=0)
+    options = {"max_epochs": -1, "max_steps": 10}
+    one, *others = (
+        outcome(classifier(DeepNN), digits(), tmp_path, ["train/loss"], n, **options)[0] for n in (1, *DEVICES)
+    )
+    assert len(one) == 10
+    for other in others:
+        assert other == pytest.approx(one, abs=1e-5, rel=0)
 
 
 def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
@@ -101,34 +88,81 @@ class Pairs(Dataset):
         return Batch(*self.pair, rows, rows, 8, 1, self.count - 1) if self.numbered else self.pair
 
 
-def accumulated(numbered: bool, devices: int = 1, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
+def accumulated(numbered: bool, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
     """Weights after two epochs of pairs, two batches a step."""
     module, resumed = classifier(dropout=0.5), {"ckpt_path": options.pop("resumed", None)}
     options |= {"accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": list(callbacks)}
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # Lightning's, about workers, the missing validation and the resume
         loader = DataLoader(Pairs(numbered), batch_size=None)
-        trainer(devices, use_distributed_sampler=False, **options).fit(module, loader, **resumed)
+        trainer(use_distributed_sampler=False, **options).fit(module, loader, **resumed)
     return weights(module)
 
 
-RANKS: dict[str, tuple[int, Callable[[], Any]]] = {
-    "one": (1, lambda: "auto"),
-    "exact": (1, lambda: DDP(exact=4)),
-    "exact, two": (2, lambda: DDP(timeout=60, exact=4)),
-    "pipeline": (2, lambda: PipelineStrategy(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(RANKS, "one", "exact, two"))
-def test_each_batch_that_a_step_accumulates_has_its_own_noise(name: str) -> None:
-    devices, strategy = RANKS[name]
-    plain, numbered = (accumulated(kind, devices, strategy=strategy()) for kind in (False, True))
+@pytest.mark.parametrize(
+    "place", mostly_slow(["auto 1", "ddp 1 exact 4", "ddp 2 exact 4", "pipeline 2"], "auto 1", "ddp 2 exact 4")
+)
+def test_each_batch_that_a_step_accumulates_has_its_own_noise(place: str) -> None:
+    plain, numbered = (accumulated(kind, **on(place)) for kind in (False, True))
     assert_same(plain, numbered)
     assert_same(plain, accumulated(False), atol=1e-5)
 
 
 def test_plain_pairs_draw_their_noise_after_a_resume_in_mid_epoch(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped.ckpt"
-    accumulated(False, 1, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
+    accumulated(False, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
     assert_same(accumulated(False, resumed=stopped), accumulated(False))
+
+
+ROWS, BATCH = 23, 4  # six batches, the last of three rows
+
+
+def predicted(folder: Path, loaders: int = 1, **options: Any) -> dict[Any, Tensor]:
+    folder.mkdir()
+    made = trainer(precision="64-true", callbacks=[Writer(folder, pairs(ROWS).tensors[0])], **options)
+    data = [DataLoader(TensorDataset(*pairs(ROWS).tensors), BATCH) for _ in range(loaders)]
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        made.predict(Several() if loaders > 1 else Plain(), data, return_predictions=False)
+    assert len(list(folder.glob("rank*.pt"))) == made.world_size
+    by_batch, by_epoch = joined(folder, 0), joined(folder, 1)
+    assert all(torch.equal(by_batch[key], by_epoch[key]) for key in by_batch | by_epoch)
+    return by_batch
+
+
+class Several(Plain):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        return self(batch[0])
+
+
+CASES = [
+    *(f"ddp {n} exact 8" for n in (1, 2, 3)), "ddp 2", "pipeline 2", "pipeline 2 exact 8", "pipeline 4 in two",
+    "pipeline 4 in two exact 8", "rpc_hybrid 3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3 exact 8", "ddp 2", "pipeline 4 in two", "rpc_hybrid 3"))
+def test_each_row_is_predicted_once(case: str, tmp_path: Path) -> None:
+    options = on(case.replace(" in two", ""))
+    if "in two" in case:
+        exact = 8 if "exact" in case else None
+        options["strategy"] = PipelineStrategy(timeout=60, data_parallel_size=2, exact=exact)
+    alone, found = predicted(tmp_path / "alone"), predicted(tmp_path / "found", **options)
+    assert list(found) == list(alone) == [(0, row) for row in range(ROWS)]
+    for key, values in alone.items():
+        torch.testing.assert_close(found[key], values, rtol=0, atol=0 if "exact" in case else 1e-12)
+
+
+def test_loaders_and_a_limit_under_exact(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loaders": 2, "limit_predict_batches": 3}
+    one, two = (predicted(tmp_path / str(n), **on(f"ddp {n} exact 8"), **options) for n in (1, 2))
+    assert list(one) == list(two) == [(loader, row) for loader in range(2) for row in range(3 * BATCH)]
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_one_device_returns_all() -> None:
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")  # Lightning's, about workers
+        made = trainer(1, strategy=DDP(exact=8), precision="64-true")
+        found = made.predict(Plain(), DataLoader(pairs(ROWS), BATCH))
+    assert [len(rows) for rows in found] == [4, 4, 4, 4, 4, 3]
