@@ -1,7 +1,6 @@
 """Launchers: ranks are forked from this process where that is safe, else started as sub-processes."""
 
 import errno
-import gc
 import inspect
 import multiprocessing
 import os
@@ -9,8 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +64,6 @@ class ForkLauncher(MultiProcessingLauncher):
         try:
             with (
                 tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-                _freeze_objects(),
                 self._strategy.without_optimizers(restore=trainer.state.fn != TrainerFn.FITTING),
             ):
                 self._result = Path(folder) / "result.pt"
@@ -186,18 +183,6 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(128 + signal.SIGKILL)
-
-
-@contextmanager
-def _freeze_objects() -> Iterator[None]:
-    """Keep the collector of garbage off all objects of now: each rank would look at, and so copy, every one of them."""
-    frozen_before = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen_before:
-            gc.unfreeze()
 
 
 def _interrupt_once(*_: Any) -> None:
