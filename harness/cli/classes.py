@@ -32,7 +32,7 @@ class Choice:
         return self.class_path.rpartition(".")[2]
 
     @property
-    def target(self) -> type[Any]:
+    def target(self) -> type:
         """The class."""
         return import_class(self.class_path, "")
 

@@ -219,7 +219,7 @@ class Parser:
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.prog, [*self.entries, *self.options.hints])
+        resolver.check_complete(self.prog, self.entries, self.options.hints)
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
 
     def _values(self, settings: Layer) -> dict[str, Any]:
