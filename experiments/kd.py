@@ -135,8 +135,8 @@ def parser() -> cli.Parser:
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", kinds, datamodules, "Digits")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed=given_by_data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data)
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data, replaces="student")
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data, unless="students")
+    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})

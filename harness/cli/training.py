@@ -1,7 +1,6 @@
 """The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.cli.classes import Choice, Chosen, Classes, factory, import_class, refusals
+from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
 
@@ -121,7 +120,8 @@ class Strategies(Classes):
 
     def path(self, chosen: type, name: str) -> str:
         """Return the class path to write down, the same for all paths of a class of ours."""
-        return next((path for path, _ in self.names.values() if _find_loaded(path) is chosen), name)
+        same_name = (path for path, _ in self.names.values() if path.endswith(f".{chosen.__name__}"))
+        return next((path for path in same_name if resolve_name(path) is chosen), name)
 
     def expected(self, name: Any = "") -> str:
         """Return all short names, for a message, and those near to `name`, Lightning's too."""
@@ -138,14 +138,8 @@ class Strategies(Classes):
 
     def exact(self, chosen: Chosen) -> bool:
         """Return whether a choice can have `--exact`: its class takes it."""
-        target = import_class(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
+        target = chosen.target if isinstance(chosen, Choice) else Strategy
         return "exact" in options_of(target).hints
-
-
-def _find_loaded(path: str) -> type | None:
-    """Return the class at an import path, if its module is loaded."""
-    module, _, name = path.rpartition(".")
-    return getattr(sys.modules.get(module), name, None)
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:

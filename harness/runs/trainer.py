@@ -190,7 +190,7 @@ def make_loggers(value: Any, run: str) -> list[Logger]:
 
 
 def _make_logger(choice: cli.Choice, key: str, run: str) -> Logger:
-    options = choice.signature(key)
+    options = choice.signature
     name = next((name for name in NAMES if name in options.hints), None)
     if name is not None and choice.init_args[name] == options.defaults[name]:
         choice = replace(choice, init_args={**choice.init_args, name: run})
