@@ -25,7 +25,6 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from harness import cli
@@ -142,7 +141,7 @@ def parser() -> cli.Parser:
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
-    parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
+    parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )

@@ -103,7 +103,6 @@ class Parser:
 
     def add_trainer(
         self,
-        strategies: training.Names,
         *,
         loggers: bool = True,
         on_resume: Mapping[str, OnResume] = MappingProxyType({}),
@@ -122,7 +121,7 @@ class Parser:
         rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
         self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
         self.classes["trainer.callbacks"] = training.CALLBACKS
-        self.classes["trainer.strategy"] = training.Strategies(names=strategies)
+        self.classes["trainer.strategy"] = training.Strategies()
         types = {**training.TYPES, "logger": bool}
         if loggers:
             self.classes["trainer.logger"], types = training.Loggers(), training.TYPES

@@ -19,8 +19,7 @@ from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
-
-Names = Mapping[str, tuple[str, Mapping[str, Any]]]  # import paths by short name, with the options that it sets
+from strategies import NAMES
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
     "barebones": "it left out: a run has curves and checkpoints; --trainer.logger false writes fewer files",
@@ -93,7 +92,7 @@ class Strategies(Classes):
     bases: tuple[type, ...] = (Strategy,)
     package: ModuleType = strategies
     skip: frozenset[str] = NOT_OPTIONS
-    names: Names = field(default_factory=dict)  # the project's own
+    names: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=lambda: NAMES)  # the project's own
 
     @property
     def by_name(self) -> dict[str, type]:

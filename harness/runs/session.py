@@ -47,7 +47,7 @@ class Session:
     @cached_property
     def trainer(self) -> MakeTrainer:
         """Makes Trainers with the user's settings."""
-        return trainer_factory(self.config.trainer, self.config.exact, strategies.NAMES)
+        return trainer_factory(self.config.trainer, self.config.exact)
 
     @cached_property
     def data(self) -> InMemoryData:
