@@ -280,11 +280,8 @@ class InMemoryData(LightningDataModule):
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
     def _chunks(self, part: str) -> ChunkLoader:
-        samples, size, kept = (
-            self._on_device(part),
-            self.evaluation_batch_size,
-            self._samples_in_limit(part, self.trainer),
-        )
+        samples, size = self._on_device(part), self.evaluation_batch_size
+        kept = self._samples_in_limit(part, self.trainer)
         if kept == len(samples.labels):
             return ChunkLoader(samples, size, *self._rank_and_replicas())
         if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's

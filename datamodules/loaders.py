@@ -92,7 +92,20 @@ class PartitionedOrder(EpochOrder):
         return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
-class TrainLoader:
+class Resumable:
+    """A loader with an empty state: Lightning would warn of one without when it resumes in mid-epoch.
+
+    The order follows from seed and epoch, the position from Lightning's progress.
+    """
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        pass
+
+
+class TrainLoader(Resumable):
     """This rank's rows of each global batch, in the sampler's order.
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
@@ -151,14 +164,6 @@ class TrainLoader:
                 mixed = Partners(inputs[b:], labels[b:], index[b:])
             yield Batch(inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed)
 
-    # Without these two Lightning warns when it resumes in mid-epoch.
-    def state_dict(self) -> dict:
-        """Return nothing: the order follows from seed and epoch, the position from Lightning's progress."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Nothing to do."""
-
 
 class ChunkLoader:
     """A split in index order, in chunks dealt to the ranks in turn: chunk c goes to rank c % replicas.
@@ -170,12 +175,7 @@ class ChunkLoader:
     """
 
     def __init__(
-        self,
-        split: Samples | Streamed,
-        batch_size: int,
-        rank: int = 0,
-        replicas: int = 1,
-        index: Tensor | None = None,
+        self, split: Samples | Streamed, batch_size: int, rank: int = 0, replicas: int = 1, index: Tensor | None = None
     ) -> None:
         self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
         self.index = torch.arange(len(split.labels)) if index is None else index

@@ -63,9 +63,6 @@ class LitClassifier(Learner):
             self.net.eval()
         return self
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [[p for p in self.net.parameters() if p.requires_grad]]
-
     def net_of(self, run: str) -> nn.Module:
         return self.net
 

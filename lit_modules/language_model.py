@@ -68,7 +68,7 @@ class LitLanguageModel(LitClassifier):
     def configure_optimizers(self) -> Any:
         self.check_trainable()
         self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
-        (parameters,) = self.parameter_groups()
+        (parameters,) = self.parameter_groups().values()
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -111,6 +111,12 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
 
 
+def conv_norm(in_channels: int, out_channels: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """Return a convolution without bias, padded to keep the size of maps at stride 1, and its BatchNorm."""
+    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
+
+
 class Mean(nn.Module):
     """The mean over positions: (B, C, H, W) -> (B, C)."""
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.private import BatchNorm
-from lit_modules.nets.stand_ins import drop_stand_ins
+from lit_modules.nets.layers import drop_stand_ins
 
 
 class _Normalize(torch.autograd.Function):

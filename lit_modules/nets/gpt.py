@@ -6,19 +6,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net, check_sizes
-from lit_modules.nets.transformer import Block, tensor_parallel_plan
+from lit_modules.nets.base import check_sizes
+from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of GPT-2's initial weights
 
 
-class GPT(Net):
+class GPT(Transformer):
     """Tokens (B, T) to logits (B, T, V) of each next token; pre-norm blocks, learned positions.
 
     Initial weights as in GPT-2: normal with deviation 0.02, divided by √(2 · num_layers) in residual projections.
@@ -92,10 +91,6 @@ class GPT(Net):
         if self.tie_weights:
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         return [self.embedding, *self.blocks, self.norm, self.head]
-
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """Return how several ranks compute the blocks together, by the paths of layers."""
-        return tensor_parallel_plan()
 
     @torch.no_grad()
     def generate(

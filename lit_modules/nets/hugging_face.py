@@ -13,7 +13,7 @@ from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
-from lit_modules.nets.pretrained import load_backbone
+from lit_modules.nets.weights import load_backbone
 
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
 

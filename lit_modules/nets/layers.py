@@ -1,22 +1,27 @@
-"""Layers of a net by name, and what they compute."""
+"""Layers of a net by name, and what they compute; stand-ins for a batch without rows, which many nets can't take."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from apprentice import keyed
 from apprentice.errors import BadInput
+from apprentice.private import tree_map_only
 from lit_modules.nets.base import Outputs, cast_inputs, is_chain
-from lit_modules.nets.stand_ins import run_without_rows
 
 DEFAULT_LAYER = "default"
 MIDDLE = "middle"
 INPUT = "<"  # after a submodule's path: its input, not its output
+Result = TypeVar("Result")
 STAGE = re.compile(r"stage(-?[1-9]\d*)(\.pre)?")
+_computing_stand_ins: ContextVar[bool] = ContextVar("computing", default=False)
 
 
 def resolve(net: nn.Module, name: str) -> str:
@@ -132,3 +137,23 @@ def find_stage(net: nn.Module, stages: Sequence[nn.Module], name: str, flag: str
             expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
             raise BadInput(flag, name, expected)
         module = list(module.children())[member]
+
+
+def run_without_rows(compute: Callable[[Tensor], Result], inputs: Tensor) -> Result:
+    """Return what a net computes for inputs (0, ...), by computing two stand-in rows, which count nowhere."""
+    rows = torch.arange(2, device=inputs.device)  # two, as torch's BatchNorm refuses one
+    shape = inputs.shape[1:]
+    noise = keyed.bits(0, rows, shape.numel()).view(-1, *shape) / 2**32  # below 1: integers are all 0
+    token = _computing_stand_ins.set(True)
+    try:
+        with keyed.noise(0, 0, rows):
+            outputs = compute(noise.to(inputs.dtype))
+    finally:
+        _computing_stand_ins.reset(token)
+    no_rows: Result = tree_map_only(Tensor, lambda x: x[:0], outputs)
+    return no_rows
+
+
+def drop_stand_ins(x: Tensor) -> Tensor:
+    """Return the rows of x (b, ...) that count in statistics: all, or none if they are stand-ins."""
+    return x[:0] if _computing_stand_ins.get() else x

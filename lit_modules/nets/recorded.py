@@ -102,7 +102,7 @@ def rebuild(value: Any, flag: str = "net") -> Any:
         return type(value)(rebuild(item, flag) for item in value)
     if not isinstance(value, Mapping):
         return value
-    if not is_spec(value):
+    if not ("class_path" in value and set(value) <= {"class_path", "init_args", "waits"}):  # no object, but a mapping
         return {name: rebuild(item, flag) for name, item in value.items()}
     target = _import(value["class_path"], flag)
     if isinstance(target, torch.dtype):
@@ -114,11 +114,6 @@ def rebuild(value: Any, flag: str = "net") -> Any:
         return target(**arguments)
     except TypeError as error:
         raise BadInput(flag, value["class_path"], f"arguments that it takes: {error}") from error
-
-
-def is_spec(value: Any) -> bool:
-    """Return whether plain data stands for an object."""
-    return isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args", "waits"}
 
 
 def path_of(cls: type) -> str:

@@ -84,21 +84,17 @@ class ResNet(Net):
         self.stem = nn.Sequential(
             nn.Conv2d(image_shape(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
         )
-        self.stage1 = self._stage(stem, first, blocks, 1, normed, shortcut)
-        self.stage2 = self._stage(first, second, blocks, 2, normed, shortcut)
-        self.stage3 = self._stage(second, third, blocks, 2, normed, shortcut)
+        channels, stages = stem, []
+        for width, stride in ((first, 1), (second, 2), (third, 2)):
+            others = (Block(width, width, 1, normed) for _ in range(blocks - 1))
+            stages.append(nn.Sequential(Block(channels, width, stride, normed, shortcut), *others))
+            channels = width
+        self.stage1, self.stage2, self.stage3 = stages
         self.preactivations = tuple(f"{stage}.{blocks - 1}.relu<" for stage in self.stages)
         self.head = nn.Linear(third, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)
-
-    @staticmethod
-    def _stage(
-        in_channels: int, out_channels: int, blocks: int, stride: int, normed: Normed, shortcut: Shortcut
-    ) -> nn.Sequential:
-        first = Block(in_channels, out_channels, stride, normed, shortcut)
-        return nn.Sequential(first, *(Block(out_channels, out_channels, 1, normed) for _ in range(blocks - 1)))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, first_line
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
-from lit_modules.nets.pretrained import load_backbone
-from lit_modules.nets.weights import read_weights
+from lit_modules.nets.weights import load_backbone, read_weights
 
 
 class Timm(Net):

@@ -17,8 +17,7 @@ from torchvision import models
 from apprentice.errors import BadInput, first_line
 from lit_modules.nets.base import Net, Norm, Shape, image_shape, norm_layer, split_sequences
 from lit_modules.nets.layers import observe
-from lit_modules.nets.pretrained import load_backbone
-from lit_modules.nets.weights import read_weights
+from lit_modules.nets.weights import load_backbone, read_weights
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
 # Operations that models do between two children without a module.

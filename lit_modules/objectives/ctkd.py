@@ -30,11 +30,7 @@ class CTKD(LogitObjective):
     search = space(kd_weight=Log(0.1, 10))
 
     def __init__(
-        self,
-        kd_weight: float = 0.9,
-        ce_weight: float = 0.1,
-        warmup_epochs: float = 10.0,
-        standardize: bool = False,
+        self, kd_weight: float = 0.9, ce_weight: float = 0.1, warmup_epochs: float = 10.0, standardize: bool = False
     ) -> None:
         super().__init__(standardize=standardize)
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)

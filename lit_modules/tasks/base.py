@@ -15,7 +15,7 @@ from lit_modules.tasks.scores import Scores
 
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
-FIDELITY = ("kl", "agreement")  # how a net follows its teacher, for each sample: see `lit_modules.samples`
+FIDELITY = ("kl", "agreement")  # how a net follows its teacher, for each sample: see `fidelity`
 
 
 class Range(NamedTuple):

@@ -40,8 +40,8 @@ from lit_modules.objectives import (
     Sum,
     TfKD,
 )
-from lit_modules.samples import fidelity
 from lit_modules.tasks import Tokens
+from lit_modules.tasks.scores import fidelity
 from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.language import gpt
