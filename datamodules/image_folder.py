@@ -30,9 +30,6 @@ class ImageFolder(StoredImages):
     Args:
         root: the folder.
         options: those of StoredImages.
-
-    Raises:
-        BadInput: the folder is not as described, or as in StoredImages.
     """
 
     def __init__(self, root: str | Path = "data", image_size: int | None = None, **options: Any) -> None:

@@ -45,9 +45,6 @@ class ImageData(InMemoryData):
         mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
         std: standard deviation of each channel, likewise.
         options: those of InMemoryData.
-
-    Raises:
-        BadInput: a value can't be used.
     """
 
     input_shape: tuple[int, int, int]
@@ -71,7 +68,6 @@ class ImageData(InMemoryData):
     ) -> None:
         super().__init__(batch_size, **options)
         self.augment, self.transforms, self.mixing = augment, transforms or [], Mixing(mixup, cutmix)
-        self.mixing.check()
         if self.mixing and self.labelled is not None:
             raise BadInput("data.labelled", self.labelled, "all labels, as --data.mixup and --data.cutmix mix them")
         channels = len(type(self).mean)

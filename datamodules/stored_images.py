@@ -139,7 +139,6 @@ class _Check(NamedTuple):
 
     @property
     def labels(self) -> Tensor:
-        """Labels (n,) of the images."""
         return self.images.labels
 
     def take(self, chosen: Tensor) -> Split:

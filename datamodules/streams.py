@@ -17,12 +17,7 @@ Finish = Callable[[Tensor, int, Tensor], Tensor]  # augments stored inputs (k, .
 
 
 class Streamed:
-    """Samples of a source, read at each use.
-
-    Args:
-        source: the samples; its labels are in memory.
-        workers: processes that read ahead for one rank; 0 for none, None for this machine's cores over its ranks.
-    """
+    """Samples of a source, read at each use by `workers` of each rank: None for this machine's cores over its ranks."""
 
     def __init__(self, source: Source, workers: int | None) -> None:
         self.source, self.workers, self.labels = source, workers, source.labels
@@ -44,12 +39,7 @@ class Streamed:
         return rank
 
     def read(self, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0) -> Iterator[Split]:
-        """Read samples with augmented inputs; `batches` are their places (k,).
-
-        Raises:
-            BadInput: as the source.
-            RuntimeError: a worker died.
-        """
+        """Read samples with augmented inputs; `batches` are their places (k,). RuntimeError if a worker died."""
         workers = max(1, cores() // self.sharing) if self.workers is None else self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores

@@ -163,7 +163,6 @@ class Distillation(Learner):
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether any student's objective uses the teacher."""
         return any(student.objective.uses_teacher for student in self.students.values())
 
     def sharded_modules(self) -> list[nn.Module]:

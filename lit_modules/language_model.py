@@ -32,9 +32,6 @@ class LitLanguageModel(LitClassifier):
         tokens_per_character: 1 if tokens are characters; for bits per character.
         compiled: compile the net with torch.compile, in each rank at the start of a fit.
         seed: key of the dropout's noise.
-
-    Raises:
-        BadInput: a value can't be used.
     """
 
     def __init__(

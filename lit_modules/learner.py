@@ -72,7 +72,6 @@ class Learner(RunMetrics):
         self._label_weight: float | None = None  # of the current batch, if it is a plain pair: see `apprentice.batch`
 
     def net_of(self, run: str) -> nn.Module:
-        """The net of a run."""
         raise NotImplementedError
 
     def module_of(self, run: str) -> nn.Module:

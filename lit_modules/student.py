@@ -118,14 +118,9 @@ class Student(nn.Module):
     ) -> None:
         """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
 
-        Args:
-            example: inputs, such as zeros.
-            teacher: its outputs for them.
-            seed: of the parts' first weights.
-            flag: that named the objective.
-            samples: in the training set, if batches name their samples.
-            labelled: whether all of these have labels.
-            peers: outputs of the students by whose names the objective asks for them.
+        `teacher` are its outputs for these, and `peers` those of the students that the objective names. `flag` named
+        the objective; `samples` is the size of the training set, if batches name their samples, and `labelled` whether
+        all have labels.
 
         Raises:
             BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing; with hidden

@@ -160,8 +160,7 @@ def _extract_logits(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Return modules whose composition is the net's forward: its `pipeline_stages()`, or the parts of a sequence.
 
-    Raises:
-        BadInput: the net has no such method and is no sequence.
+    BadInput if the net has no such method and is no sequence.
     """
     if (stages := getattr(net, "pipeline_stages", None)) is not None:
         modules: list[nn.Module] = stages()
@@ -197,8 +196,7 @@ def check_fits(
 ) -> None:
     """Run a copy of the net on inputs (b, ...), b at least 2, in eval mode and, if `trained`, in training mode.
 
-    Raises:
-        BadInput: it fails, gives no logits (b, *logits_shape) or, if `trained`, logits without gradient.
+    BadInput if it fails, gives no logits (b, *logits_shape) or, if `trained`, logits without gradient.
     """
     name, shape = type(net).__name__, tuple(example.shape[1:])
     _check_parameters(net, flag)

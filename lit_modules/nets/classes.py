@@ -67,10 +67,8 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
     """Match the classes `known` to a net and the `wanted` classes of the data by name; return the order.
 
     Names match but for case, spaces and underscores; one may list synonyms behind commas. Where only one of both has
-    real names, or both have names of different kinds, classes are matched in their order, with a note.
-
-    Raises:
-        BadInput: the net has other classes, or another number of them.
+    real names, or both have names of different kinds, classes are matched in their order, with a note. BadInput if the
+    net has other classes, or another number of them.
     """
     if not known:
         return ClassOrder([*range(len(wanted))], f"its weights name no classes: they are taken for {_shorten(wanted)}")
@@ -95,8 +93,7 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
 def reorder_classes(net: nn.Module, places: Sequence[int], example: Tensor, flag: str = "net") -> None:
     """Permute the rows of a net's head: logit i becomes what logit places[i] was. `example` (b, ...) holds inputs.
 
-    Raises:
-        BadInput: the net does not end in a linear layer (`heads`), or does more with its logits.
+    BadInput if the net does not end in a linear layer (`heads`), or does more with its logits.
     """
     modes = [(module, module.training) for module in net.modules()]
     if example.is_floating_point():  # zeros may hide what the head does

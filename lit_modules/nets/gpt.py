@@ -25,7 +25,7 @@ class GPT(Transformer):
     Args:
         vocab_size: V, number of tokens.
         block_size: the longest text, in tokens.
-        num_layers: blocks.
+        num_layers: blocks, at least 1.
         num_heads: attention heads of a block, a divisor of `embed_dim`.
         embed_dim: D, width of tokens.
         dropout: probability of a zero in embeddings and residual branches; keyed.
@@ -33,9 +33,6 @@ class GPT(Transformer):
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
         attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
         backend: the attention kernel, see `SelfAttention`.
-
-    Raises:
-        BadInput: a size is below 1, or `SelfAttention` refuses one.
     """
 
     feature_layer = "norm"

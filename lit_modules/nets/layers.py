@@ -59,8 +59,7 @@ def layer(net: nn.Module, name: str, flag: str = "layer", needs: str = "") -> nn
 def heads(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Return the linear layers that give a net's logits: its `head_layers`, or the last layer after `pooled_layer`.
 
-    Raises:
-        BadInput: the net names neither, the layer is not linear, or the net uses its weight elsewhere, too.
+    BadInput if the net names neither, the layer is not linear, or the net uses its weight elsewhere, too.
     """
     layers, path = dict(net.named_modules()), resolve(net, "pooled").removesuffix(INPUT)
     classifier = layers[path].modules() if path else ()
@@ -121,12 +120,9 @@ def input_names(net: nn.Module, names: Collection[str]) -> set[str]:
 
 
 def find_stage(net: nn.Module, stages: Sequence[nn.Module], name: str, flag: str = "layer") -> tuple[int, nn.Module]:
-    """Return the number of the pipeline stage that computes a layer, and the module in it that does.
+    """Return the number of the pipeline stage that computes a layer, and the module in it that does; or raise BadInput.
 
     That is the layer itself or, of a sequence that was split, its last member; its first for the input.
-
-    Raises:
-        BadInput: no stage computes the layer.
     """
     module, member = layer(net, name, flag), 0 if input_names(net, [name]) else -1
     while True:

@@ -33,12 +33,9 @@ class MobileNetV2(Net):
     A block ends in a linear layer: there is no ReLU, and `preactivations` are the stages themselves.
 
     Args:
-        width: factor of the numbers of channels.
+        width: factor of the numbers of channels, from 1/16 to 16.
         input_shape: (C, H, W).
         num_classes: number of logits.
-
-    Raises:
-        BadInput: `width` leaves a stage without channels.
     """
 
     feature_layer = "blocks.6"
@@ -72,5 +69,4 @@ class MobileNetV2(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the last convolution with the mean over positions and the head."""
         return [self.stem, *split_sequences(self.blocks), nn.Sequential(self.last, Mean(), self.head)]

@@ -22,7 +22,6 @@ class _Chain(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Each layer."""
         return [*self.features, nn.Flatten(1), *self.classifier]
 
 

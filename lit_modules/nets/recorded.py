@@ -70,11 +70,7 @@ def _constructor_arguments(instance: Recorded, frame: FrameType | None) -> dict[
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs.
-
-    Raises:
-        UnplainError: the value can't be plain data.
-    """
+    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs."""
     if isinstance(value, Path | PLAIN):
         return str(value) if isinstance(value, Path) else value
     if isinstance(value, list | tuple):
@@ -94,9 +90,7 @@ def to_plain(value: Any) -> Any:
 def rebuild(value: Any, flag: str = "net") -> Any:
     """Rebuild objects, with new weights, from their specs in plain data; other values stay.
 
-    Raises:
-        BadInput: there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its
-            arguments.
+    BadInput if there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its arguments.
     """
     if isinstance(value, list | tuple):
         return type(value)(rebuild(item, flag) for item in value)

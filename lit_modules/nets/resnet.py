@@ -58,11 +58,8 @@ class ResNet(Net):
         input_shape: (C, H, W).
         num_classes: number of logits.
         norm: BatchNorm, as in the paper, or GroupNorm.
-        widths: channels of the stem and of each stage.
+        widths: channels of the stem and of each stage, which grow unless `shortcut` is conv.
         shortcut: where a block changes the shape: padded with zeros, as in the paper, or a 1 x 1 convolution.
-
-    Raises:
-        BadInput: `depth` is not 6n + 2, or widths are not four, or fall from one stage to the next without "conv".
     """
 
     feature_layer = "stage3"
@@ -103,5 +100,4 @@ class ResNet(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with the mean over positions."""
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(Mean(), self.head)]

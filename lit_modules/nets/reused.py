@@ -56,13 +56,11 @@ class ReusedClassifier(Net):
         return logits
 
     def train(self, mode: bool = True) -> "ReusedClassifier":
-        """Set the mode; the classifier stays in eval mode."""
         super().train(mode)
         self.classifier.eval()
         return self
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The student's layers, the projector, the classifier's layers."""
         return [*self.body, self.projector, *self.classifier]
 
 

@@ -93,7 +93,6 @@ class _ShuffleNet(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with the last convolution and the mean over positions."""
         end = nn.Sequential(self.last, Mean(), self.head)
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, end]
 
@@ -105,9 +104,6 @@ class ShuffleNetV1(_ShuffleNet):
         groups: 1, 2, 3, 4 or 8; the wider the more.
         input_shape: (C, H, W).
         num_classes: number of logits.
-
-    Raises:
-        BadInput: another number of groups.
     """
 
     def __init__(self, groups: int = 3, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
@@ -130,9 +126,6 @@ class ShuffleNetV2(_ShuffleNet):
         width: 0.5, 1.0, 1.5 or 2.0.
         input_shape: (C, H, W).
         num_classes: number of logits.
-
-    Raises:
-        BadInput: another width.
     """
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:

@@ -167,12 +167,9 @@ class _ThreeChannels(nn.Module):
 
 @torch.no_grad()
 def split_chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """Return the model's children in order, with modules for the operations between them.
+    """Return the model's children in order, with modules for the operations between them; ValueError if it is no chain.
 
     Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
-
-    Raises:
-        ValueError: the model is no chain of its children, or does something else between two of them.
     """
     names, tensors = _trace_children(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):

@@ -13,14 +13,11 @@ class Block(nn.Module):
 
     Args:
         attention: of tokens of width D.
-        mlp_ratio: the MLP's hidden width divided by D.
+        mlp_ratio: the MLP's hidden width divided by D, at least 1.
         dropout: probability of a zero in the residual branches; keyed.
         bias: whether the MLP and norms have a bias.
         layer: number of the first of its two dropout layers in the net.
         norm_eps: epsilon of the norms.
-
-    Raises:
-        BadInput: `mlp_ratio` is below 1.
     """
 
     def __init__(

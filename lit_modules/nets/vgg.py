@@ -22,11 +22,8 @@ class VGG(Net):
 
     Args:
         depth: 8, 11, 13, 16 or 19.
-        input_shape: (C, H, W).
+        input_shape: (C, H, W), of 8 x 8 pixels or more.
         num_classes: number of logits.
-
-    Raises:
-        BadInput: images smaller than 8 x 8.
     """
 
     feature_layer = "stage4"
@@ -74,5 +71,4 @@ class VGG(Net):
         return x
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Each layer."""
         return split_sequences(self._layers())

@@ -29,7 +29,7 @@ class ViT(Transformer):
     Args:
         patch_size: pixels of a patch's side, a divisor of height and width.
         embed_dim: D, width of tokens.
-        num_layers: number of blocks.
+        num_layers: number of blocks, at least 1.
         num_heads: attention heads, a divisor of `embed_dim`.
         mlp_ratio: the MLPs' hidden width divided by D.
         dropout: probability of a zero in the embedding and the residual branches; keyed.
@@ -37,9 +37,6 @@ class ViT(Transformer):
         backend: the attention kernel, see `SelfAttention`.
         input_shape: (C, H, W).
         num_classes: number of logits.
-
-    Raises:
-        BadInput: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
     pooled_layer = "head<"
@@ -94,7 +91,6 @@ class ViT(Transformer):
         return _logits(self.norm, self.heads, x)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The embedding, each block, and the norm with the heads."""
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
 
 

@@ -24,15 +24,12 @@ class DKD(LogitObjective):
 
     Args:
         alpha: weight of TCKD.
-        beta: weight of NCKD.
+        beta: weight of NCKD, for which there have to be three classes or more.
         temperature: T.
         warmup: w rises to 1 over so many epochs, 1 / warmup in the first; 0 for none. As in the code released with the
             paper.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-
-    Raises:
-        BadInput: in `build`, two classes: NCKD is zero.
     """
 
     # The paper's beta is 2 to 8, by the student, at a temperature of 4.

@@ -20,10 +20,7 @@ class LogitObjective(Objective):
         temperature: T, which divides logits.
         standardize: whether to bring logits to mean 0 and deviation 1 over the classes first (Sun et al. 2024,
             arXiv:2403.01427), so that the student learns their relation and not their range; the paper has T 2 and a
-            weight of 9, 0.1 for the cross-entropy.
-
-    Raises:
-        BadInput: in `build`, `standardize` with two classes, whose standardised logits differ in sign only.
+            weight of 9, 0.1 for the cross-entropy. Not for two classes, whose standardised logits differ in sign only.
     """
 
     def __init__(self, temperature: float = 1.0, standardize: bool = False) -> None:

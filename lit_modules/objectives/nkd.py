@@ -15,14 +15,11 @@ class NKD(LogitObjective):
     with T 3 the code released with it has gamma 3.5.
 
     Args:
-        gamma: weight of the other classes.
+        gamma: weight of the other classes, of which there have to be two or more.
         temperature: T.
         target_weight: weight of the label's class.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-
-    Raises:
-        BadInput: in `build`, two classes.
     """
 
     # The paper has gamma 1.5 at temperature 1 for ImageNet, 3.5 at 3 for CIFAR-100.

@@ -52,13 +52,8 @@ class StagesObjective(Objective):
 class MapsObjective(StagesObjective):
     """Compares maps (b, C, H, W) of several layers; of each pair the larger is average-pooled to the smaller.
 
-    The teacher's maps pass `of_teacher` before they are stored.
-
-    Attributes:
-        sizes: (H, W) of the smaller map of each pair, set by `build`.
-
-    Raises:
-        BadInput: in `build`, a layer gives no maps.
+    The teacher's maps pass `of_teacher` before they are stored. `sizes`, set by `build`, are (H, W) of each pair's
+    smaller map. BadInput, in `build`, if a layer gives no maps.
     """
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:

@@ -41,10 +41,7 @@ class Classification(Task):
 
     Args:
         num_classes: number of logits.
-        metric: what nets are judged by, beside the accuracy: see `ClassScores`.
-
-    Raises:
-        BadInput: top5 of five classes or fewer.
+        metric: what nets are judged by, beside the accuracy: see `ClassScores`; top5 is of more than five classes.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType(

@@ -67,11 +67,7 @@ class Tokens(Task):
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
-
-    Args:
-        tokens_per_character: of the text that is scored; 1 if tokens are characters.
-    """
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
 
     names = ("loss", "bpc", "perplexity")
     trained = ("bpc",)
