@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -129,6 +130,19 @@ def cast_inputs(net: nn.Module, inputs: Tensor) -> Tensor:
     dtype = next((p.dtype for p in net.parameters()), inputs.dtype)
     # A conversion to the same type would be captured in a graph, which then takes no other.
     return inputs.to(dtype) if inputs.is_floating_point() and inputs.dtype != dtype else inputs
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Inside, the net is in eval mode, without gradients; then its modules' modes are as before."""
+    modes = {module: module.training for module in net.modules()}
+    try:
+        with torch.no_grad():
+            net.eval()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def match_dtype(outputs: Outputs, net: nn.Module) -> Outputs:

@@ -11,7 +11,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import check_sizes
+from lit_modules.nets.base import check_sizes, evaluating
 from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of GPT-2's initial weights
@@ -89,7 +89,6 @@ class GPT(Transformer):
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         return [self.embedding, *self.blocks, self.norm, self.head]
 
-    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -129,15 +128,12 @@ class GPT(Transformer):
         caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
         text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
         text[:, : tokens.shape[1]] = tokens
-        training, first = self.training, 0
-        self.eval()
-        try:
+        first = 0
+        with evaluating(self):
             for end in range(tokens.shape[1], text.shape[1]):
                 logits = self._last(text[:, first:end], caches)
                 text[:, end] = _sample(logits, temperature, top_k, keyed.fold_in(seed, end))
                 first = end if cached else 0
-        finally:
-            self.train(training)
         return text
 
     def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:

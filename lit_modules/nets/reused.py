@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
-from lit_modules.nets.base import Net, cast_inputs, pipeline_stages
+from lit_modules.nets.base import Net, cast_inputs, evaluating, pipeline_stages
 from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, run
 
 
@@ -69,12 +69,9 @@ def _cut(net: nn.Module, example: Tensor, flag: str) -> tuple[list[nn.Module], l
     modules = pipeline_stages(net, flag)
     number, _ = find_stage(net, modules, DEFAULT_LAYER, flag)
     before, after = modules[: number + 1], modules[number + 1 :]
-    modes = [(module, module.training) for module in net.modules()]
-    with torch.no_grad():
-        inputs = cast_inputs(net.eval(), example)
+    inputs = cast_inputs(net, example)
+    with evaluating(net):
         output, maps = nn.Sequential(*before)(inputs), run(net, inputs, {DEFAULT_LAYER}).features[DEFAULT_LAYER]
-    for module, mode in modes:
-        module.training = mode
     if not (isinstance(output, Tensor) and output.dim() == 4 and after and torch.equal(output, maps)):
         raise BadInput(flag, type(net).__name__, "a net whose feature layer gives maps, with its classifier after it")
     _, channels, height, width = output.shape
