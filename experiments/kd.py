@@ -35,10 +35,9 @@ from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, learner_options
-from harness.studies.continued import go_on
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
-from harness.studies.teachers import checkpoint_of, load_teacher
+from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
