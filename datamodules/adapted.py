@@ -55,6 +55,8 @@ class Adapted(InMemoryData):
             each sample, or images that are no floats or of several sizes; data sets number their classes in two ways.
     """
 
+    train_inputs_repeat = False  # that is not known, so a teacher runs for every batch
+
     def __init__(self, data: LightningDataModule, num_classes: int | None = None) -> None:
         super().__init__(validation_size=0)
         self.data, self.name = data, type(data).__name__
@@ -208,11 +210,6 @@ class Adapted(InMemoryData):
         }
 
     @property
-    def train_inputs_repeat(self) -> bool:
-        """Not known, so a teacher runs for every batch."""
-        return False
-
-    @property
     def example(self) -> Tensor:
         """(2, ...), inputs as a net takes them, of zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=self._dtype))
@@ -234,9 +231,6 @@ class Adapted(InMemoryData):
 
     def test_dataloader(self) -> "DealtLoader":  # type: ignore[override]
         """The test batches, each on one rank; a Trainer's limit counts those of all ranks."""
-        return self._dealt_loader("test")
-
-    def predict_dataloader(self) -> "DealtLoader":  # type: ignore[override]
         return self._dealt_loader("test")
 
     def _dealt_loader(self, part: str) -> "DealtLoader":

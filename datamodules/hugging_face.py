@@ -131,7 +131,7 @@ class HuggingFaceImages(StoredImages):
         for part, split in self._choose_parts(names, validation).items():
             numbers = self._class_numbers(names[split], split)
             data, rows = self._undecoded(splits[split], image), np.arange(len(numbers))
-            sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
+            sets[part] = Rows(numbers, self.image_size, data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
     def _load(self) -> Any:

@@ -99,7 +99,7 @@ class ImageFolder(StoredImages):
         numbers = {name: label for label, name in enumerate(self.class_names)}
         names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
         labels = torch.tensor([numbers[name] for _, name in samples])
-        return Files(labels, self.image_size, "", (0, 0), self.root, names)
+        return Files(labels, self.image_size, self.root, names)
 
 
 def _is_hidden(path: Path) -> bool:

@@ -156,6 +156,7 @@ class Text(InMemoryData):
 
     task = "tokens"
     given_to_nets = ("vocab_size", "block_size")
+    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -181,11 +182,6 @@ class Text(InMemoryData):
     @property
     def evaluation_batch_size(self) -> int:
         return max(EVALUATED // self.block_size, 1)
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """False: each epoch has its own blocks."""
-        return False
 
     def setup(self, stage: str | None = None) -> None:
         if self._splits:

@@ -17,7 +17,7 @@ from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
-from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, match_dtype, run
+from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import input_names, layer
@@ -138,7 +138,7 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
-            known = teacher and match_dtype(teacher, student.net)
+            known = teacher and teacher.match_dtype(student.net)
             student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 

@@ -35,20 +35,13 @@ class Learner(RunMetrics):
     """Trains one or several runs, such as the students of a distillation, which do not affect each other.
 
     Each run has a parameter group, a gradient norm and a loss scale of its own. A run with a loss or gradient that is
-    not finite has failed: its parameters no longer change, and `failed` names it.
+    not finite has failed: its parameters no longer change, and `failed` names it. The scheduler is stepped once an
+    epoch, but OneCycleLR and CyclicLR with each step of the optimizer. A module that is one run calls it "".
 
     Attributes:
         saved: attributes that a checkpoint holds, beside the loss scales.
         optimizer_options: by run, options of the optimizer that are not those of the others.
         start: the state of one optimizer, and of a scheduler or None, with which a fit begins unless it is resumed.
-
-    Args:
-        runs: names of the runs; "" for a module that is one run.
-        task: what a label is, and how runs are scored.
-        optimizer: makes the optimizer from parameter groups, one a run.
-        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch, but OneCycleLR and
-            CyclicLR with each step of the optimizer.
-        seed: key of all noise in training.
     """
 
     saved: tuple[str, ...] = ("train_sums", "samples", "epochs", "validated", "failed")

@@ -12,17 +12,10 @@ from apprentice import keyed
 from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming, reason
 from apprentice.relations import relate
-from lit_modules.nets import Outputs, globalise, layer, match_dtype, run
+from lit_modules.nets import Outputs, globalise, layer, run
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import (
-    condense_teacher,
-    fill_uncounted,
-    mask_tokens,
-    select_view,
-    weighted_sum,
-    widen_outputs,
-)
+from lit_modules.objectives.base import condense_teacher, fill_uncounted, mask_tokens, select_view, weighted_sum
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
@@ -63,13 +56,12 @@ class Student(nn.Module):
         """What the losses of this student are computed from, given the outputs of all for a rank's rows."""
         others = {}
         if teacher is not None and self.objective.uses_teacher:
-            others[TEACHER] = widen_outputs(
-                self.objective.adapt_teacher(match_dtype(select_view(name, teacher), self.net))
-            )
+            view = select_view(name, teacher).match_dtype(self.net)
+            others[TEACHER] = self.objective.adapt_teacher(view).widen()
         for peer in self.objective.peers:
-            others[peer] = widen_outputs(students[peer]).map(Tensor.detach)
+            others[peer] = students[peer].widen().map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
-        return Rows(widen_outputs(students[name]), others, batch.labels, batch.index, mixed)
+        return Rows(students[name].widen(), others, batch.labels, batch.index, mixed)
 
     def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.

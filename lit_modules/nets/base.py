@@ -37,6 +37,23 @@ class Outputs(NamedTuple):
         """Return the logits and the features."""
         return [self.logits, *self.features.values()]
 
+    def widen(self) -> "Outputs":
+        """Cast 16-bit types to float32."""
+        return self.map(widen)
+
+    def match_dtype(self, net: nn.Module) -> "Outputs":
+        """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
+        if all(x.dtype != torch.float64 for x in self.tensors()):
+            return self
+        if any(p.dtype == torch.float64 for p in net.parameters()):
+            return self
+        return self.map(lambda x: x.float() if x.dtype == torch.float64 else x)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Cast 16-bit types to float32."""
+    return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
+
 
 class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
@@ -143,15 +160,6 @@ def evaluating(net: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def match_dtype(outputs: Outputs, net: nn.Module) -> Outputs:
-    """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
-    if all(x.dtype != torch.float64 for x in outputs.tensors()):
-        return outputs
-    if any(p.dtype == torch.float64 for p in net.parameters()):
-        return outputs
-    return outputs.map(lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 def unwrap_logits(net: nn.Module) -> nn.Module:

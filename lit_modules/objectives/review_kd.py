@@ -66,9 +66,6 @@ class ReviewKD(StagesObjective):
             _Fusion(f_s.shape[1], width, f_t.shape[1], number < deepest) for number, (f_s, f_t) in enumerate(pairs)
         )
 
-    def parts(self) -> list[nn.Module]:
-        return list(self.fusions)
-
     def adapt(self, student: Outputs) -> Outputs:
         """Add for each level a map of the teacher's shape, as `fused.<number>`."""
         fused, deeper = dict[str, Tensor](), None
