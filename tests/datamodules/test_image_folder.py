@@ -125,7 +125,7 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
 )
 def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
     Image.fromarray(values).save(root / "train" / "cat" / name)
-    files = encoded.Files(torch.zeros(1), None, "", (0, 0), root / "train" / "cat", np.array([name.encode()]))
+    files = encoded.Files(torch.zeros(1), None, root / "train" / "cat", np.array([name.encode()]))
     found = files.decoded(0)
     assert found.mode == "RGB"
     assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
@@ -193,7 +193,7 @@ def test_the_orientation_is_read_whatever_other_tags_hold(
     path.write_bytes(
         path.read_bytes()[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + path.read_bytes()[2:]
     )
-    files = encoded.Files(torch.zeros(1), None, "", (0, 0), path.parent, np.array([b"0.jpg"]))
+    files = encoded.Files(torch.zeros(1), None, path.parent, np.array([b"0.jpg"]))
     expected = np.rot90(stored, -1) if orientation == 6 else stored
     assert np.array_equal(np.asarray(files.decoded(0)), expected)
     assert files.first_size() == expected.shape[:2]
