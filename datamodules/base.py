@@ -253,11 +253,11 @@ class InMemoryData(LightningDataModule):
 
     def val_dataloader(self) -> ChunkLoader | CombinedLoader:
         """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
-        return self._chunks("validation") if self.sizes["validation"] else no_loaders()
+        return self._evaluation_loader("validation") if self.sizes["validation"] else no_loaders()
 
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
-        return self._chunks("test")
+        return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> ChunkLoader:
         return self.test_dataloader()
@@ -268,7 +268,7 @@ class InMemoryData(LightningDataModule):
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
-    def _chunks(self, part: str) -> ChunkLoader:
+    def _evaluation_loader(self, part: str) -> ChunkLoader:
         samples, size = self._on_device(part), self.evaluation_batch_size
         kept = self._samples_in_limit(part, self.trainer)
         if kept == len(samples.labels):

@@ -83,6 +83,18 @@ def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> 
         yield Batch(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole), 1, 0)
 
 
+def read_samples(loader: Loader, key: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Read inputs and labels of the samples at these (k,) places in a loader's order."""
+    if is_indexed(loader):
+        order = torch.tensor([place for batch in draw_batches(loader, key) for place in batch])
+        return unpack_pair(next(fetch_batches(loader, key, [order[chosen].tolist()])))
+    batches, read = iter(loader), list[tuple[Tensor, Tensor]]()
+    while sum(len(labels) for _, labels in read) <= int(chosen.max()):
+        read.append(unpack_pair(next(batches)))
+    inputs, labels = (torch.cat(parts)[chosen] for parts in zip(*read, strict=True))
+    return inputs, labels
+
+
 def is_indexed(loader: Loader) -> bool:
     """Return whether a loader's batches are lists of places in a data set."""
     return (
