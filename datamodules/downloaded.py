@@ -15,7 +15,7 @@ import torch
 from torchvision.datasets import VisionDataset
 from torchvision.datasets.utils import calculate_md5
 
-from apprentice.errors import BadInput, reason
+from apprentice.errors import BadInput
 from datamodules.images import ImageData
 from datamodules.splits import Split
 
@@ -94,7 +94,7 @@ class Downloaded(ImageData):
     def _damaged(self, error: Exception) -> BadInput:
         return BadInput(
             "data.root", self.root,
-            f"intact files of {self.name}; those in {self.origin().files} are damaged ({reason(error)}): "
+            f"intact files of {self.name}; those in {self.origin().files} are damaged ({_one_line(error)}): "
             "delete that folder, and they are extracted or downloaded again",
         )  # fmt: skip
 
@@ -108,7 +108,7 @@ class Downloaded(ImageData):
         ]
         return (
             f"{self.name} there; it is not, and downloading it from {' or '.join(addresses)} failed: "
-            f"{'; '.join(corrupt) or reason(error)}. Put {names} into {archives[0][0].parent.absolute()}, "
+            f"{'; '.join(corrupt) or _one_line(error)}. Put {names} into {archives[0][0].parent.absolute()}, "
             "or take --data Digits, which needs no download"
         )
 
@@ -145,3 +145,7 @@ def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:
 def _count_bytes(targets: Sequence[Path]) -> int:
     paths = (path for target in targets for path in (target, *target.rglob("*")))
     return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

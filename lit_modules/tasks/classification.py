@@ -12,8 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy, widen
-from lit_modules.tasks.base import Range, Task, check_classes
-from lit_modules.tasks.metric import Metric
+from lit_modules.tasks.base import Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores
 
 TOP = 5

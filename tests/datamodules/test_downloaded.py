@@ -130,9 +130,9 @@ def test_cifar_is_downloaded_once_and_read(
     (served / Source.filename).unlink()
     again = CIFAR10(tmp_path / "data", validation_size=0)
     assert again.sizes == data.sizes  # read at first use, no server needed
+    assert capsys.readouterr() == ("", "")
     (tmp_path / Source.filename).write_bytes(cifar)  # put there by hand
     assert CIFAR10(tmp_path).sizes["test"] == 20
-    assert capsys.readouterr() == ("", "")
 
 
 def test_mnist_is_downloaded_from_the_mirror_that_has_it(mnist: None, tmp_path: Path) -> None:
