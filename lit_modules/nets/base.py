@@ -58,8 +58,9 @@ def widen(x: Tensor) -> Tensor:
 class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
 
-    Subclasses take `input_shape` and `num_classes` by keyword, from the data module. To be cut for a pipeline, define
-    `pipeline_stages()`: ordered modules, as fine as is useful, whose composition is `forward`.
+    Subclasses take `input_shape`, such as (C, H, W), and `num_classes`, the number of logits, by keyword, from the data
+    module. To be cut for a pipeline, define `pipeline_stages()`: ordered modules, as fine as is useful, whose
+    composition is `forward`.
 
     Attributes:
         feature_layer: name of the layer whose output objectives compare by default; see `layer` for names of layers.

@@ -24,8 +24,6 @@ class HuggingFace(Net):
     Args:
         name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
             the net.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         pretrained: start with its weights; a head of another size stays new.
 
     Raises:

@@ -34,8 +34,6 @@ class MobileNetV2(Net):
 
     Args:
         width: factor of the numbers of channels, from 1/16 to 16.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
     """
 
     feature_layer = "blocks.6"

@@ -55,8 +55,6 @@ class ResNet(Net):
 
     Args:
         depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         norm: BatchNorm, as in the paper, or GroupNorm.
         widths: channels of the stem and of each stage, which grow unless `shortcut` is conv.
         shortcut: where a block changes the shape: padded with zeros, as in the paper, or a 1 x 1 convolution.

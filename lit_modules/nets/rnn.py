@@ -22,7 +22,6 @@ class RNNClassifier(Net):
         dropout: probability of a zero in the head's input.
         vocab_size: number of tokens; 256 for bytes.
         input_shape: (T,) of texts, any T.
-        num_classes: number of logits.
     """
 
     feature_layer = "gru"

@@ -102,8 +102,6 @@ class ShuffleNetV1(_ShuffleNet):
 
     Args:
         groups: 1, 2, 3, 4 or 8; the wider the more.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
     """
 
     def __init__(self, groups: int = 3, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
@@ -124,8 +122,6 @@ class ShuffleNetV2(_ShuffleNet):
 
     Args:
         width: 0.5, 1.0, 1.5 or 2.0.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
     """
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:

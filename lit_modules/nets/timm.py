@@ -20,8 +20,6 @@ class Timm(Net):
 
     Args:
         name: one of `timm.list_models()`, such as resnet18 or vit_tiny_patch16_224.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         pretrained: start with timm's weights, downloaded once; a head of another size stays new.
         weights: a file of such weights, in place of the download.
 

@@ -33,7 +33,6 @@ class Torchvision(Net):
     Args:
         name: one of `torchvision.models.list_models`, such as resnet18 or mobilenet_v2.
         input_shape: (C, H, W), C 1 or 3.
-        num_classes: number of logits.
         norm: BatchNorm, as the model has it, or GroupNorm in its place.
         weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of such weights; a head
             of another number of classes stays new. Default: random weights.

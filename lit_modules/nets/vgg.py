@@ -23,7 +23,6 @@ class VGG(Net):
     Args:
         depth: 8, 11, 13, 16 or 19.
         input_shape: (C, H, W), of 8 x 8 pixels or more.
-        num_classes: number of logits.
     """
 
     feature_layer = "stage4"

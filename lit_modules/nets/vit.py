@@ -35,8 +35,6 @@ class ViT(Transformer):
         dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether to add a distillation token and its head.
         backend: the attention kernel, see `SelfAttention`.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
     """
 
     pooled_layer = "head<"

@@ -38,8 +38,6 @@ class WideResNet(Net):
     Args:
         depth: 10, 16, 22, 28, 40: any 6n + 4.
         widen: k, 1 or more.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         dropout: the probability of a zero between the convolutions of a block.
     """
 
