@@ -140,11 +140,7 @@ class Torchvision(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the model's children and the operations between them, sequences split.
-
-        Raises:
-            BadInput: the model is no chain of its children.
-        """
+        """The model's children, sequences split, and the operations between them; BadInput if it does others."""
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
             parts = split_chain(self.model, example.to(next(self.model.parameters())))

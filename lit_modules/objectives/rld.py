@@ -17,16 +17,13 @@ class RLD(LabelObjective):
 
     Args:
         alpha: weight of SCD.
-        beta: weight of MCD.
+        beta: weight of MCD, for which there have to be three classes or more.
         temperature: T.
         warmup: w rises to 1 over so many epochs, 1 / warmup in the first; 0 for none. The code released with the paper
             has 20, and for ImageNet 1, beta 0.5 or 2, and T 1.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
         scd_temperature: S. 1 is the released code's default; its command for CIFAR-100 sets it to T (`--same-t`).
-
-    Raises:
-        BadInput: in `build`, two classes.
     """
 
     search = space(alpha=Log(0.1, 10), beta=Log(0.5, 20), temperature=Log(1, 8))
