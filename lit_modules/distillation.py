@@ -138,8 +138,8 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
-            known = teacher and teacher.match_dtype(student.net)
-            student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
+            outputs = teacher and teacher.match_dtype(student.net)
+            student.build(example, outputs, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
     @property

@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     """What a student's losses are computed from, for the rows of a rank or for all rows of the global batch."""
 
     student: Outputs
-    others: dict[str, Outputs]  # the teacher's by TEACHER, if the objective uses it, and the peers' by their names
+    sources: dict[str, Outputs]  # the teacher's by TEACHER, if the objective uses it, and the peers' by their names
     labels: Tensor  # (b,), or (b, T) of tokens
     places: Tensor  # (b,) int64, of the samples in their set
     mixed: tuple[Mixed, ...]  # the second labels of mixed samples; () if they are not mixed
@@ -54,14 +54,14 @@ class Student(nn.Module):
 
     def rows(self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch) -> Rows:
         """What the losses of this student are computed from, given the outputs of all for a rank's rows."""
-        others = {}
+        sources = {}
         if teacher is not None and self.objective.uses_teacher:
             view = select_view(name, teacher).match_dtype(self.net)
-            others[TEACHER] = self.objective.adapt_teacher(view).widen()
+            sources[TEACHER] = self.objective.adapt_teacher(view).widen()
         for peer in self.objective.peers:
-            others[peer] = students[peer].widen().map(Tensor.detach)
+            sources[peer] = students[peer].widen().map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
-        return Rows(students[name].widen(), others, batch.labels, batch.index, mixed)
+        return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
 
     def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
@@ -74,13 +74,16 @@ class Student(nn.Module):
         return relate(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
 
     def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
-        objective, student, others, labels = self.objective, rows.student, rows.others, rows.labels
+        """The result of `losses` for rows that are related to no sources: all of the batch if the objective relates."""
+        objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
         counts = None
         if labels.dim() > 1 and label_weight is not None:
             counts = label_mask(labels)
-            student, others = mask_tokens(student, counts), {name: mask_tokens(x, counts) for name, x in others.items()}
-        teacher, peers = others.get(TEACHER), {name: others[name] for name in objective.peers}
+            student, sources = (
+                mask_tokens(student, counts),
+                {name: mask_tokens(x, counts) for name, x in sources.items()},
+            )
+        teacher, peers = sources.get(TEACHER), {name: sources[name] for name in objective.peers}
         if objective.relates_rows:
             place = place._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
         objective.place = place._replace(index=rows.places, peers=peers, counted=counts)
@@ -129,13 +132,13 @@ class Student(nn.Module):
         globalise(objective.to(outputs.logits.dtype))
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
-            known = teacher and condense_teacher(teacher, {"": objective})
-            check_rows(objective, outputs, known, flag)
-            check_gradient(objective, outputs, known, flag)
-            if known is not None and not known.logits.isfinite().all():
-                check_finite(objective, outputs, known, flag)
+            condensed = teacher and condense_teacher(teacher, {"": objective})
+            check_rows(objective, outputs, condensed, flag)
+            check_gradient(objective, outputs, condensed, flag)
+            if condensed is not None and not condensed.logits.isfinite().all():
+                check_finite(objective, outputs, condensed, flag)
             if not labelled:
-                self.of_labels = check_labels(objective, outputs, known, flag)
+                self.of_labels = check_labels(objective, outputs, condensed, flag)
         except BadInput:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's objective does
@@ -158,7 +161,7 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
     """Let the objectives settle which layers they read; BadInput if a net has no such layer, or there is no such peer.
 
-    The peers of a student are others that are trained beside it.
+    The peers of a student are sources that are trained beside it.
     """
     for name, student in students.items():
         objective, flag = student.objective, f"variants.{name}"
@@ -168,7 +171,7 @@ def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
             layer(student.net, path, f"{flag}.{option}", objective.needs)
         for option, path in objective.teacher_layers.items():
             layer(teacher, path, f"{flag}.{option}")
-        others = [other for other in students if other != name]
-        if unknown := [peer for peer in objective.peers if peer not in others]:
-            listed = ", ".join(others) or "there are none"
+        peers = [peer for peer in students if peer != name]
+        if unknown := [peer for peer in objective.peers if peer not in peers]:
+            listed = ", ".join(peers) or "there are none"
             raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")
