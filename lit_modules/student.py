@@ -74,7 +74,7 @@ class Student(nn.Module):
         return relate(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
 
     def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result of `losses` for rows that are related to no sources: all of the batch if the objective relates."""
+        """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
         counts = None
         if labels.dim() > 1 and label_weight is not None:
