@@ -161,7 +161,7 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
     """Let the objectives settle which layers they read; BadInput if a net has no such layer, or there is no such peer.
 
-    The peers of a student are sources that are trained beside it.
+    The peers of a student are others that are trained beside it.
     """
     for name, student in students.items():
         objective, flag = student.objective, f"variants.{name}"
