@@ -17,7 +17,6 @@ from lightning.pytorch import Trainer, callbacks
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from datamodules.transforms import Transforms
 from experiments import kd as experiment
@@ -432,7 +431,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     kd9 = {"class_path": "Hinton", "temperature": 9}
     other.add_variants("variants", objectives.Objective, objectives, {"kd": kd9, "x": "Hint"})
     other.add_optimizer({"class_path": "SGD", "lr": 1})
-    other.add_trainer(strategies.NAMES, max_epochs=99, max_steps=4)
+    other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     assert one == same
 
