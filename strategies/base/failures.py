@@ -4,17 +4,20 @@ import contextlib
 import pickle
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from apprentice.errors import BadInput
 from strategies.base import missing_ranks
 from strategies.base.private import abort_process_group
+
+if TYPE_CHECKING:
+    from strategies.base.data_parallel import DataParallel
 
 PATIENCE = 5.0  # seconds until a rank has failed alone
 
@@ -36,29 +39,17 @@ def is_everywhere(trainer: Trainer, exception: BaseException) -> bool:
     return [*responses.values()] == [place] * dist.get_world_size()
 
 
-def leave() -> None:
-    """Leave the process group, so that metrics and checkpoints wait for nobody."""
-    if dist.get_backend() == "nccl":
-        abort_process_group()
-    else:
-        dist.destroy_process_group()
-
-
-def send(error: BaseException, file: Path) -> None:
-    """Pickle a rank's error for the process that forked it; without that, it gets the traceback as text."""
-    if isinstance(error, BadInput):  # its value may be a function, or a mesh
-        error = BadInput(error.argument, str(error.value), error.expected)
-    with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
-        file.write_bytes(pickle.dumps(error))
-
-
 @contextlib.contextmanager
 def send_errors(file: Path) -> Iterator[None]:
-    """Send the error that the block raises: see `send`."""
+    """Pickle the block's error for the process that forked this rank; without that, it gets the traceback as text."""
     try:
         yield
     except Exception as error:
-        send(error, file)
+        sent = error
+        if isinstance(error, BadInput):  # its value may be a function, or a mesh
+            sent = BadInput(error.argument, str(error.value), error.expected)
+        with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
+            file.write_bytes(pickle.dumps(sent))
         raise
 
 
@@ -70,24 +61,36 @@ def receive(file: Path) -> BaseException | None:
     return None
 
 
-@dataclass
-class Hooks:
-    """Sets aside what Lightning calls when a fit has failed, until `restore`."""
+def saves_alone(strategy: "DataParallel", trainer: Trainer) -> bool:
+    """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
+    has_state = strategy.is_global_zero and (strategy.saves_alone or strategy.world_size == 1)
+    return has_state and trainer.state.fn == TrainerFn.FITTING and may_save(trainer)
 
-    trainer: Any
-    callbacks: list[Any]
-    loggers: list[Any]
-    data: Any
 
-    @classmethod
-    def set_aside(cls, trainer: Any, callbacks_only: bool = False) -> "Hooks":
-        """Take the callbacks from a Trainer, and its loggers and data module."""
-        hooks = cls(trainer, trainer.callbacks, trainer.loggers, trainer.datamodule)
-        trainer.callbacks = []
-        if not callbacks_only:
-            trainer.loggers, trainer.datamodule = [], None
-        return hooks
+def prepare_hooks(strategy: "DataParallel", trainer: Trainer, exception: BaseException, ends: bool) -> None:
+    """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all.
 
-    def restore(self) -> None:
-        """Give them back."""
-        self.trainer.callbacks, self.trainer.loggers, self.trainer.datamodule = self.callbacks, self.loggers, self.data
+    A rank that does not end now may fit again, with the others.
+    """
+    if not dist.is_initialized() or strategy.world_size == 1 or not may_save(trainer):
+        return
+    if not (ends and strategy.saves_alone) and is_everywhere(trainer, exception):
+        return
+    if not strategy.saves_alone:
+        set_hooks_aside(strategy, trainer, "callbacks")
+        kind = type(strategy).__name__
+        exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
+        return
+    try:
+        strategy.raise_for_missing(exception)
+    except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
+        strategy.missing = missing
+    # Outside of the process group, metrics and checkpoints wait for nobody.
+    abort_process_group() if dist.get_backend() == "nccl" else dist.destroy_process_group()
+
+
+def set_hooks_aside(strategy: "DataParallel", trainer: Any, *names: str) -> None:
+    """Take what Lightning would call from the Trainer's attributes, until the strategy's teardown."""
+    for name in names:
+        strategy.undo.callback(setattr, trainer, name, getattr(trainer, name))
+        setattr(trainer, name, None if name == "datamodule" else [])

@@ -75,7 +75,7 @@ class ForkLauncher(MultiProcessingLauncher):
                 return results
         except BaseException as exception:
             if self.procs:  # the ranks have called the hooks that Lightning is about to call here, on an untrained net
-                self._strategy.set_hooks_aside(trainer)
+                failures.set_hooks_aside(self._strategy, trainer, "callbacks", "loggers", "datamodule")
             if isinstance(exception, KeyboardInterrupt):
                 self._interrupt_ranks()
             raise
@@ -120,14 +120,14 @@ class ForkLauncher(MultiProcessingLauncher):
     def _call_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
         """Call what Lightning calls in a process that starts no ranks; in the parent it would find no trained net."""
         self._saving = True
-        self._strategy.prepare_exception_hooks(trainer, exception)
+        failures.prepare_hooks(self._strategy, trainer, exception, ends=True)
         call._interrupt(trainer, exception)
         if trainer.received_sigterm:  # the rank that has failed first says why
             os._exit(128 + signal.SIGTERM)
 
     def _handle_sigterm(self, trainer: Trainer) -> None:
         """End at once, as another rank or the run shall end; a rank that saves alone fails and saves first."""
-        if self._saving or self._strategy.saves_alone(trainer):
+        if self._saving or failures.saves_alone(self._strategy, trainer):
             trainer._signal_connector.received_sigterm = True  # the fit ends at a collective, or with this batch
         else:
             os._exit(128 + signal.SIGTERM)
@@ -205,7 +205,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except TunerExit:  # no failure
             raise
         except BaseException as exception:
-            self._strategy.prepare_exception_hooks(trainer, exception)
+            failures.prepare_hooks(self._strategy, trainer, exception, ends=False)
             raise
 
     def _call_children_scripts(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
@@ -29,12 +28,6 @@ class PlainSteps:
         """The strategy's module."""
         return self.strategy._module
 
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """The number of ranks that read different rows, and the number of this one."""
-        rank, replicas = self.strategy.replica
-        return {"num_replicas": replicas, "rank": rank}
-
     def check_devices(self) -> None:
         """Raise BadInput, before ranks are started, where the devices don't fit."""
 
@@ -46,17 +39,6 @@ class PlainSteps:
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the Trainer."""
-
-    def teardown(self) -> None:
-        """Restore process and Trainer."""
-
-    def prepare_gradients(self, run: Callable[[], None]) -> None:
-        """Prepare the module for a fit, on all ranks: they start with the same weights."""
-        run()
-
-    def wrap(self, run: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-        """Return the module, wrapped so that its gradients are averaged."""
-        return run(module)
 
     def batch_to_device(self, run: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Move the rows of a batch that this rank computes."""

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -60,10 +60,9 @@ class RoundRobin:
         with seed_generators(self.strategy, epoch, self._count), refuse_collectives(step, self.strategy):
             yield
 
-    def replace_loops(self, trainer: Trainer) -> ExitStack:
-        """Log the same values on all ranks, and predict each batch on one, until the stack is closed."""
+    def replace_loops(self, trainer: Trainer) -> None:
+        """Log the same values on all ranks, and predict each batch on one, until the strategy's teardown."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-        undo = ExitStack()
         methods: list[tuple[Any, str, Callable[..., None]]] = [
             (trainer.predict_loop, "_predict_step", self._predict_mine),
             (trainer.fit_loop.epoch_loop.val_loop, "_store_dataloader_outputs", self._log_all_batches),
@@ -72,8 +71,7 @@ class RoundRobin:
         ]
         for loop, name, method in methods:
             setattr(loop, name, partial(method, loop, getattr(loop, name)))
-            undo.callback(vars(loop).pop, name, None)
-        return undo
+            self.strategy.undo.callback(vars(loop).pop, name, None)
 
     def _log_all_batches(self, loop: Any, store_outputs: Callable[[], None]) -> None:
         if self._count <= self.strategy.replica[0]:  # this rank had no batch: its metrics would warn of that

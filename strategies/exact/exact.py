@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
+from strategies.base.private import sync_module_states
 from strategies.base.steps import PlainSteps
 from strategies.exact.steps import ExactSteps
 
@@ -40,12 +42,18 @@ class Exact(DataParallel):
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.steps = self.plain_steps(self) if exact is None else self.exact_steps(self, exact)
+        self.exact = exact
 
     @property
     def exact(self) -> int | None:
-        """The number of shards of a batch, if it is cut."""
+        """The number of shards of a batch, if it is cut; set it before the Trainer is made."""
         return self.steps.shards
+
+    @exact.setter
+    def exact(self, shards: int | None) -> None:
+        if self._launcher is not None:
+            raise BadInput("exact", shards, "it to be set before the Trainer is made")
+        self.steps = self.plain_steps(self) if shards is None else self.exact_steps(self, shards)
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -59,6 +67,11 @@ class Exact(DataParallel):
     @property
     def _needs_group(self) -> bool:
         return self.steps.needs_group or self._num_ranks > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One replica if a batch is cut: every rank's loader yields the global batches."""
+        return super().distributed_sampler_kwargs if self.exact is None else {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
         """Join the process group, unless a single process needs none; seed torch's generators in any case."""
@@ -88,16 +101,14 @@ class Exact(DataParallel):
         self.steps.check_module(module)
 
     def configure_ddp(self) -> None:
-        """Wrap the module, where its gradients are averaged as floats."""
-        self.steps.prepare_gradients(super().configure_ddp)
+        """Wrap the module; without a wrapper, as a sum over shards needs none, ranks start with rank zero's states."""
+        if self.exact is None:
+            super().configure_ddp()
+        else:
+            sync_module_states(self._module)
 
     def _setup_model(self, model: nn.Module) -> Any:
-        return self.steps.wrap(super()._setup_model, model)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of ranks that read different rows, and the number of this one."""
-        return self.steps.sampler_kwargs
+        return super()._setup_model(model) if self.exact is None else model
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the rows that this rank computes."""
@@ -124,8 +135,3 @@ class Exact(DataParallel):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch."""
         return self.steps.predict_step(super().predict_step, *args, **kwargs)
-
-    def teardown(self) -> None:
-        """Restore the process and the Trainer."""
-        super().teardown()
-        self.steps.teardown()

@@ -2,17 +2,14 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 
 from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
-from strategies.base.private import sync_module_states
 from strategies.base.steps import PlainSteps
 from strategies.exact.evaluation import RoundRobin
 from strategies.exact.fixed_point import MOST_ADDENDS
@@ -32,12 +29,6 @@ class ExactSteps(PlainSteps):
         self.shards: int = shards
         self.training = self.training_class(strategy, shards)
         self.evaluation = RoundRobin(strategy)
-        self._undo = ExitStack()
-
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """One replica: every rank's loader yields the global batches."""
-        return {"num_replicas": 1, "rank": 0}
 
     def check_devices(self) -> None:
         """Raise BadInput for more replicas than shards."""
@@ -53,8 +44,8 @@ class ExactSteps(PlainSteps):
 
     def setup_environment(self) -> None:
         """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
-        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        self.strategy.undo.callback(torch.set_num_threads, torch.get_num_threads())
+        self.strategy.undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.set_num_threads(1)
         if self.strategy.root_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -62,21 +53,9 @@ class ExactSteps(PlainSteps):
 
     def setup(self, trainer: Trainer) -> None:
         """Let ranks evaluate in turn, with the same random states."""
-        self._undo.enter_context(self.evaluation.replace_loops(trainer))
+        self.evaluation.replace_loops(trainer)
+        self.strategy.undo.callback(self.training.clear)
         self.strategy._broadcast_random_states()
-
-    def teardown(self) -> None:
-        """Restore threads, kernels and loops; free the sums of gradients."""
-        self.training.clear()
-        self._undo.close()
-
-    def prepare_gradients(self, run: Callable[[], None]) -> None:
-        """Copy rank zero's states, without a wrapper, as gradients are not averaged as floats."""
-        sync_module_states(self.module)
-
-    def wrap(self, run: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-        """Return the module."""
-        return module
 
     def batch_to_device(self, run: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Move the rows of this rank's shards; in evaluation the batch, if it is this rank's."""

@@ -37,7 +37,7 @@ class PipelineSteps(PlainSteps):
 
     def count_microbatches(self) -> int:
         """Return the number of micro-batches that are chosen, or four for each rank."""
-        return self.strategy.num_microbatches or 4 * self.strategy.pipeline_size
+        return self.strategy.num_microbatches or 4 * self.strategy.replica_size
 
     def setup(self, trainer: Trainer) -> None:
         """Let all ranks of a single pipeline read the same batches."""

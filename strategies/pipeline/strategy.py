@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -89,7 +89,6 @@ class PipelineStrategy(SharedReplica, Exact):
         self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
         self._placement: StagePlacement | None = None
         self._group: Any = None  # the ranks of this pipeline
-        self._interrupted = False
 
     @property
     def events(self) -> list[Event]:
@@ -97,21 +96,16 @@ class PipelineStrategy(SharedReplica, Exact):
         return self.forward.events if hasattr(self, "forward") else []
 
     @property
-    def replica(self) -> tuple[int, int]:
-        """The number of this rank's pipeline, and the number of pipelines."""
-        return self.global_rank // self.pipeline_size, self.data_parallel_size
-
-    @property
-    def _returns_predictions(self) -> bool:
-        return self.global_rank % self.pipeline_size == 0
+    def replica_size(self) -> int:
+        """The number of ranks of a pipeline."""
+        return self._num_ranks // self.data_parallel_size
 
     def _check_devices(self) -> None:
         if self._num_ranks % self.data_parallel_size:
             expected = f"a number that divides the {self._num_ranks} devices"
             raise BadInput("data_parallel_size", self.data_parallel_size, expected)
-        self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
-        count = self.steps.count_microbatches()
+        count, ranks = self.steps.count_microbatches(), self.replica_size
         try:
             self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
@@ -123,9 +117,10 @@ class PipelineStrategy(SharedReplica, Exact):
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
         super().setup_environment()
-        shape = self.data_parallel_size, self.pipeline_size
+        shape = self.data_parallel_size, self.replica_size
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "pipeline"))
         self._group = mesh.get_group("pipeline")
+        self.undo.callback(replicas.set_group, None)
         replicas.set_group(mesh.get_group("data"))
 
     # Setting up
@@ -135,9 +130,9 @@ class PipelineStrategy(SharedReplica, Exact):
         self.check_trainer(trainer)
         self.check_module(self._module)
         self.steps.setup(trainer)
-        self._set_metrics_group(replicas.group())
+        self._reduce_metrics(replicas.group())
+        self._clip_by(self._clip_by_norm)
         self._interrupted = False
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise BadInput("strategy", "pipeline", "an optimizer other than LBFGS, which needs all gradients")
@@ -163,8 +158,7 @@ class PipelineStrategy(SharedReplica, Exact):
         """Raise BadInput for a setting that needs the whole module; the message names it."""
         if trainer._detect_anomaly:
             raise BadInput("detect_anomaly", "True", "False, as it takes the bits of packed tensors for NaN")
-        averaging = StochasticWeightAveraging, WeightAveraging
-        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+        self._refuse_averaging(trainer)
         self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
 
     def _setup_model(self, model: nn.Module) -> Any:
@@ -174,6 +168,7 @@ class PipelineStrategy(SharedReplica, Exact):
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
         self.forward = StagedForward(module, self.global_rank, self.steps.in_one_piece)
+        self.undo.callback(vars(module).pop, "forward", None)
         module.forward = self.forward  # type: ignore[method-assign]
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
@@ -284,27 +279,11 @@ class PipelineStrategy(SharedReplica, Exact):
             local = {i: values for i, values in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Leave the module in parts: other ranks may have ended."""
-        self._interrupted = True
-        super().on_exception(exception)
-
-    def _restore(self, placement: StagePlacement) -> None:
-        try:
-            placement.restore(gather=not self._interrupted)
-        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind another error
-            placement.restore(gather=False)
-            raise
-
     def teardown(self) -> None:
-        """Make the module whole again on every rank."""
+        """Make the module whole again on every rank, or leave it in parts, where other ranks may have gone."""
         placement, self._placement = self._placement, None
-        vars(self._module).pop("forward", None)
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         try:
             if placement is not None:
-                self._restore(placement)
-            self._set_metrics_group(None)
+                placement.restore(gather=not self._interrupted)
         finally:
-            replicas.set_group(None)
             super().teardown()
