@@ -108,7 +108,6 @@ class DDP(Exact, AveragesGradients):
             raise self._fault("no ddp_comm_hook, as gradients are added as whole numbers")
 
     def configure_ddp(self) -> None:
-        """Wrap the module."""
         # A share without rows has gradients in another memory order.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         self._pl_static_graph_delay_done = False  # Lightning's flag for the last wrapper
@@ -145,7 +144,6 @@ class DDP(Exact, AveragesGradients):
         return super().root_device if self._split_devices is None else self._split_devices[-1]
 
     def setup_environment(self) -> None:
-        """Choose this rank's devices and join the process group."""
         self._splits = self._split_parts()
         self._unplaced = [split for split in self._splits if split.devices is None]
         self._split_devices = next((split.devices for split in self._splits), None)
@@ -198,7 +196,6 @@ class DDP(Exact, AveragesGradients):
                 state |= {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
 
     def teardown(self) -> None:
-        """Release the devices."""
         for split in self._unplaced:
             split.place(None)
         super().teardown()

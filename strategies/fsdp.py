@@ -113,13 +113,11 @@ class FSDP(SharedReplica):
         return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step the shards."""
         with self._explain_errors():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks that compute a replica together."""
         return 1 if self.mesh is None else tensor_parallel.sizes(self.mesh, self._num_ranks)[1]
 
     def _check_devices(self) -> None:
@@ -136,7 +134,6 @@ class FSDP(SharedReplica):
         return backend
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise BadInput for callbacks that average weights."""
         super().check_trainer(trainer)
         self._refuse_averaging(trainer)
 
@@ -155,7 +152,6 @@ class FSDP(SharedReplica):
             replicas.set_group(self._mesh.get_group())
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the module up, unless a callback averages weights."""
         self.check_trainer(trainer)
         if self._tensor_mesh is not None:
             self.check_module(self._module)

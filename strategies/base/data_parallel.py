@@ -165,7 +165,6 @@ class DataParallel(DDPStrategy):
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Those of the current fit or of the last one."""
         self._create_pending()
         return self._lr_scheduler_configs
 
@@ -317,7 +316,6 @@ class DataParallel(DDPStrategy):
                 dist.broadcast(buffer, rank)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the Trainer and the module up."""
         self._interrupted = False
         super().setup(trainer)
 

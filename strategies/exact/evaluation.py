@@ -16,8 +16,7 @@ from torchmetrics import Metric
 from apprentice import replicas
 from strategies.base.data_parallel import DataParallel
 from strategies.base.shared_replica import SYNCHRONISE
-from strategies.exact.collectives import refuse_collectives
-from strategies.exact.seeds import seed_generators
+from strategies.exact.isolation import refuse_collectives, seed_generators
 from strategies.exact.shard_logging import LogCall, capture_logs
 
 # An evaluation batch's number and what it logged, with the number of rows that each value stands for.
@@ -33,7 +32,6 @@ class RoundRobin:
         self._logs: list[BatchLogs] = []  # of this rank
 
     def start(self) -> None:
-        """Begin with the first rank."""
         self._count, self._logs = 0, []
 
     def is_mine(self) -> bool:
@@ -42,7 +40,6 @@ class RoundRobin:
         return self._count % replicas == rank
 
     def step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Validate or test a batch, if it is this rank's."""
         is_mine, self._count = self.is_mine(), self._count + 1
         if not is_mine:
             return None

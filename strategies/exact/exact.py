@@ -4,19 +4,129 @@ A global batch is cut into N shards whose bounds don't depend on the number of d
 itself. Sums over shards are not rounded (gradients), or in the order of the shards (logged values, statistics).
 """
 
+import os
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 from strategies.base.private import sync_module_states
-from strategies.base.steps import PlainSteps
-from strategies.exact.steps import ExactSteps
+from strategies.exact.evaluation import RoundRobin
+from strategies.exact.fixed_point import MOST_ADDENDS
+from strategies.exact.training import ShardedTraining
+
+
+class PlainSteps:
+    """Lets each rank compute its rows of a batch at once, as Lightning does.
+
+    A strategy holds its steps and calls them where another way to run a batch would differ. `run` is what Lightning,
+    or the strategy's other bases, would do.
+    """
+
+    needs_group = True  # whether a single process joins a process group, too
+    relates_rows = True  # whether a loss may relate rows of the global batch
+    shards: int | None = None  # into which a global batch is cut; None: each rank has its rows
+
+    def __init__(self, strategy: DataParallel) -> None:
+        self.strategy = strategy
+
+    @property
+    def module(self) -> LightningModule:
+        return self.strategy._module
+
+    def check_devices(self) -> None:
+        """Raise BadInput, before ranks are started, where the devices don't fit."""
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise BadInput where the module can't be trained so."""
+
+    def setup_environment(self) -> None:
+        """Prepare the process."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the Trainer."""
+
+    def batch_to_device(self, run: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        return run(batch, *args)
+
+    def training_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(batch, *args, **kwargs)
+
+    def start_evaluation(self) -> None:
+        """Begin to count batches."""
+
+    def evaluation_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(batch, *args, **kwargs)
+
+    def predict_step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+
+class ExactSteps(PlainSteps):
+    """Cuts each global batch of training into `shards`, and evaluates whole batches round-robin."""
+
+    needs_group = False
+    training_class: ClassVar[type[ShardedTraining]] = ShardedTraining
+
+    def __init__(self, strategy: DataParallel, shards: int) -> None:
+        super().__init__(strategy)
+        if not 1 <= shards <= MOST_ADDENDS:
+            raise BadInput("exact", shards, f"a number of shards, 1 to {MOST_ADDENDS}")
+        self.shards: int = shards
+        self.training = self.training_class(strategy, shards)
+        self.evaluation = RoundRobin(strategy)
+
+    def check_devices(self) -> None:
+        if (replicas := self.strategy.replica[1]) > self.shards:
+            raise self.strategy._fault(f"at least {replicas}, the number of devices")
+
+    def check_module(self, module: LightningModule) -> None:
+        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
+            raise self.strategy._fault("automatic optimization and Lightning's own backward")
+        if self.strategy._scales_loss:
+            raise self.strategy._fault("another precision than 16-mixed, which scales the loss")
+
+    def setup_environment(self) -> None:
+        """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
+        self.strategy.undo.callback(torch.set_num_threads, torch.get_num_threads())
+        self.strategy.undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.set_num_threads(1)
+        if self.strategy.root_device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Let ranks evaluate in turn, with the same random states."""
+        self.evaluation.replace_loops(trainer)
+        self.strategy.undo.callback(self.training.clear)
+        self.strategy._broadcast_random_states()
+
+    def batch_to_device(self, run: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Move the rows of this rank's shards; in evaluation the batch, if it is this rank's."""
+        if self.module.trainer.training:
+            return run(self.training.cut(batch), *args)
+        return run(batch, *args) if self.evaluation.is_mine() else batch
+
+    def training_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of the global batch, whose backward adds the gradients of all shards."""
+        return self.training.step(batch, *args, **kwargs)
+
+    def start_evaluation(self) -> None:
+        self.evaluation.start()
+
+    def evaluation_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluation.step(run, batch, *args, **kwargs)
+
+    def predict_step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.evaluation.isolate("predict_step"):
+            return run(*args, **kwargs)
 
 
 class Exact(DataParallel):
@@ -82,12 +192,10 @@ class Exact(DataParallel):
             self.set_world_ranks()
 
     def setup_environment(self) -> None:
-        """Join the process group, and prepare the process."""
         super().setup_environment()
         self.steps.setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the Trainer and the module up."""
         self.check_module(self._module)
         self.steps.setup(trainer)
         if self._needs_group:
@@ -96,7 +204,6 @@ class Exact(DataParallel):
             Strategy.setup(self, trainer)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput if the module can't be trained so."""
         super().check_module(module)
         self.steps.check_module(module)
 
@@ -111,11 +218,9 @@ class Exact(DataParallel):
         return super()._setup_model(model) if self.exact is None else model
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the rows that this rank computes."""
         return self.steps.batch_to_device(super().batch_to_device, batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a batch."""
         return self.steps.training_step(super().training_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -125,13 +230,10 @@ class Exact(DataParallel):
     on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate a batch."""
         return self.steps.evaluation_step(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test a batch."""
         return self.steps.evaluation_step(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict a batch."""
         return self.steps.predict_step(super().predict_step, *args, **kwargs)

@@ -45,7 +45,6 @@ class PipelineStep:
 
     @contextmanager
     def record(self, stage: int, number: int, kind: str) -> Iterator[None]:
-        """Add an event for the block."""
         start = time.perf_counter()
         yield
         self.events.append(Event(stage, number, kind, start, time.perf_counter()))

@@ -15,11 +15,10 @@ from apprentice import keyed, replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
 from strategies.base.gradients import attach_gradients, average, set_aside
-from strategies.base.steps import PlainSteps
-from strategies.exact.collectives import refuse_collectives
+from strategies.exact.exact import ExactSteps, PlainSteps
+from strategies.exact.isolation import refuse_collectives
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
-from strategies.exact.steps import ExactSteps
 from strategies.exact.training import RunningStatistics, ShardedTraining, row_of
 from strategies.pipeline.forward import StagedForward, cut_microbatch
 from strategies.pipeline.microbatches import MicroBatch, PipelineStep
@@ -79,7 +78,6 @@ class PipelinedShards(ShardedTraining):
 
     @property
     def forward(self) -> StagedForward:
-        """The module's forward."""
         return self.strategy.forward
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:

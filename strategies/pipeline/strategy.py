@@ -97,7 +97,6 @@ class PipelineStrategy(SharedReplica, Exact):
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks of a pipeline."""
         return self._num_ranks // self.data_parallel_size
 
     def _check_devices(self) -> None:
@@ -126,7 +125,6 @@ class PipelineStrategy(SharedReplica, Exact):
     # Setting up
 
     def setup(self, trainer: Trainer) -> None:
-        """Cut the module and keep this rank's stages."""
         self.check_trainer(trainer)
         self.check_module(self._module)
         self.steps.setup(trainer)

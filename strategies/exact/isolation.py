@@ -1,5 +1,11 @@
-"""Refuses collectives in a module's steps: ranks compute different numbers of shards and would wait for ever."""
+"""Isolates what is computed of a shard or an evaluation batch: its random numbers, and no collectives in it.
 
+Random numbers depend on the seed and on what is computed, whichever rank computes it. Ranks compute different numbers
+of shards, and would wait for ever in a collective of a module's steps.
+"""
+
+import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,9 +13,13 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torchmetrics import Metric
 
+from apprentice import keyed
 from strategies.base.data_parallel import DataParallel
 
 OF_STRATEGY = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
@@ -18,8 +28,30 @@ COLLECTIVE = re.compile(
     "_?(all_?(gather|reduce|to)|(monitored_)?barrier|batch_isend|broadcast|gather|i?(send|recv)|reduce($|_s)|scatter)"
 )
 
+SPARE = np.random.MT19937(0)  # numpy's inside `seed_generators`: copying its usual generator's state takes longer
 SYNC_CONTEXT = Metric.sync_context
 _step: ContextVar["_Step | None"] = ContextVar("step", default=None)
+
+
+@contextmanager
+def seed_generators(strategy: DataParallel, *numbers: int) -> Iterator[None]:
+    """Seed torch, numpy and Python with the run's seed and these numbers; restore their states afterwards."""
+    seed = getattr(strategy.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    key = keyed.fold_in(seed, *numbers)
+    cuda = strategy.root_device.type == "cuda"
+    python_state, numpy_generator = random.getstate(), get_bit_generator()
+    set_bit_generator(SPARE)
+    try:
+        with torch.random.fork_rng([strategy.root_device] if cuda else []):
+            torch.default_generator.manual_seed(key)
+            if cuda:  # torch.manual_seed would note a call stack for an unused GPU
+                torch.cuda.manual_seed(key)
+            np.random.seed(key)  # noqa: NPY002 - others' modules draw from it
+            random.seed(key)
+            yield
+    finally:
+        set_bit_generator(numpy_generator)
+        random.setstate(python_state)
 
 
 class _Step(NamedTuple):
