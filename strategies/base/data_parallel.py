@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
-from strategies.base import gradients, missing_ranks, rendezvous
+from strategies.base import failures, gradients, rendezvous
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 from strategies.base.private import add_worker_init_fn, collect_rng_states, destroy_process_group, set_rng_states
 
@@ -327,14 +327,14 @@ class DataParallel(DDPStrategy):
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the ranks that stopped responding, if a collective has failed: see `raise_for_missing`."""
+        """Name the ranks that stopped responding, if a collective has failed: see `failures`."""
         self._interrupted = True
         super().on_exception(exception)
         missing, self.missing = self.missing, None
         try:
             if missing is not None:
                 raise missing
-            self.raise_for_missing(exception)
+            failures.raise_for_missing(self, exception)
         except (TimeoutError, ConnectionError, ValueError, SystemExit):
             self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
@@ -343,13 +343,6 @@ class DataParallel(DDPStrategy):
                         logger.finalize("failed")
                 self.teardown()
             raise
-
-    def raise_for_missing(self, exception: BaseException) -> None:
-        """Raise an error that names the ranks that don't respond, if a collective has failed: see `missing_ranks`."""
-        first_only = isinstance(self._launcher, ScriptLauncher)
-        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # None in the process that forked the ranks
-        stop = trainer is not None and trainer.should_stop
-        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only, stop)
 
     def _kill_children(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):

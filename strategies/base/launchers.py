@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from strategies.base import failures, fit_state, missing_ranks
+from strategies.base import failures, fit_state
 from strategies.base.private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -105,14 +105,11 @@ class ForkLauncher(MultiProcessingLauncher):
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)
         with failures.send_errors(self._error_file(process_idx)):
-            self._run_rank(process_idx, *args, **kwargs)
-
-    def _run_rank(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
-        except BaseException as exception:
-            self._call_exception_hooks(args[0], exception)
-            raise
+            try:
+                super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
+            except BaseException as exception:
+                self._call_exception_hooks(args[0], exception)
+                raise
 
     def _error_file(self, process_idx: int) -> Path:
         return self._result.with_name(f"error{process_idx}.pickle")
@@ -145,7 +142,7 @@ class ForkLauncher(MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if trainer.should_stop:
-            missing_ranks.leave_stopped()
+            failures.leave_stopped()
         state = fit_state.collect(trainer)
         if self._strategy.local_rank:
             return None

@@ -21,7 +21,7 @@ from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.training import RunningStatistics, ShardedTraining, row_of
 from strategies.pipeline.forward import StagedForward, cut_microbatch
-from strategies.pipeline.microbatches import MicroBatch, PipelineStep
+from strategies.pipeline.runner import MicroBatch, PipelineStep
 
 if TYPE_CHECKING:
     from strategies.pipeline.strategy import PipelineStrategy

@@ -25,9 +25,8 @@ from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
 from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
 from strategies.pipeline.forward import StagedForward
-from strategies.pipeline.microbatches import Event
 from strategies.pipeline.placement import StagePlacement
-from strategies.pipeline.runner import PipelineRunner
+from strategies.pipeline.runner import Event, PipelineRunner
 from strategies.pipeline.steps import ExactPipelineSteps, PipelinedShards, PipelineSteps
 
 Schedule = Literal[
