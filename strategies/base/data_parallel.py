@@ -53,10 +53,6 @@ class DataParallel(DDPStrategy):
         init_method: where ranks meet: tcp://HOST:PORT, an address of rank 0's; file:///PATH, a file that all can write;
             env:// or None: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
         accelerator: as DDPStrategy's, and so are the others; the Trainer sets those that are None.
-        parallel_devices: one for each rank of this node.
-        cluster_environment: who has started the ranks, and where they meet.
-        checkpoint_io: how checkpoints are written.
-        precision_plugin: how numbers are rounded.
     """
 
     cluster_environment: ClusterEnvironment
