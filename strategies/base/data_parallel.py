@@ -58,7 +58,7 @@ class DataParallel(DDPStrategy):
     cluster_environment: ClusterEnvironment
     _timeout: timedelta
     saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
-    _relates_rows = True  # whether a step has the whole global batch, whose rows a loss may relate
+    _relates_rows = True  # whether a loss may relate rows of the global batch, which it always may under `exact`
     _interrupted = False  # whether an exception has ended the fit, and other ranks may have gone
     create_optimizers: Callable[[], None] | None = None  # makes a finished fit's optimizers and schedulers on demand
     missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
@@ -207,7 +207,7 @@ class DataParallel(DDPStrategy):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
-        if getattr(module, "relates_rows", False) and not self._relates_rows:
+        if getattr(module, "relates_rows", False) and not self._relates_rows and self.exact is None:
             expected = "objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
             raise BadInput("strategy", type(self).__name__, expected)
 

@@ -30,8 +30,6 @@ class PlainSteps:
     or the strategy's other bases, would do.
     """
 
-    needs_group = True  # whether a single process joins a process group, too
-    relates_rows = True  # whether a loss may relate rows of the global batch
     shards: int | None = None  # into which a global batch is cut; None: each rank has its rows
 
     def __init__(self, strategy: DataParallel) -> None:
@@ -40,12 +38,6 @@ class PlainSteps:
     @property
     def module(self) -> LightningModule:
         return self.strategy._module
-
-    def check_devices(self) -> None:
-        """Raise BadInput, before ranks are started, where the devices don't fit."""
-
-    def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput where the module can't be trained so."""
 
     def setup_environment(self) -> None:
         """Prepare the process."""
@@ -72,7 +64,6 @@ class PlainSteps:
 class ExactSteps(PlainSteps):
     """Cuts each global batch of training into `shards`, and evaluates whole batches round-robin."""
 
-    needs_group = False
     training_class: ClassVar[type[ShardedTraining]] = ShardedTraining
 
     def __init__(self, strategy: DataParallel, shards: int) -> None:
@@ -82,16 +73,6 @@ class ExactSteps(PlainSteps):
         self.shards: int = shards
         self.training = self.training_class(strategy, shards)
         self.evaluation = RoundRobin(strategy)
-
-    def check_devices(self) -> None:
-        if (replicas := self.strategy.replica[1]) > self.shards:
-            raise self.strategy._fault(f"at least {replicas}, the number of devices")
-
-    def check_module(self, module: LightningModule) -> None:
-        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
-            raise self.strategy._fault("automatic optimization and Lightning's own backward")
-        if self.strategy._scales_loss:
-            raise self.strategy._fault("another precision than 16-mixed, which scales the loss")
 
     def setup_environment(self) -> None:
         """Compute with one thread and deterministic kernels: the number of threads changes the bits."""
@@ -167,7 +148,8 @@ class Exact(DataParallel):
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        self.steps.check_devices()
+        if self.exact is not None and (replicas := self.replica[1]) > self.exact:
+            raise self._fault(f"at least {replicas}, the number of devices")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -176,7 +158,7 @@ class Exact(DataParallel):
 
     @property
     def _needs_group(self) -> bool:
-        return self.steps.needs_group or self._num_ranks > 1
+        return self.exact is None or self._num_ranks > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -205,7 +187,12 @@ class Exact(DataParallel):
 
     def check_module(self, module: LightningModule) -> None:
         super().check_module(module)
-        self.steps.check_module(module)
+        if self.exact is None:
+            return
+        if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
+            raise self._fault("automatic optimization and Lightning's own backward")
+        if self._scales_loss:
+            raise self._fault("another precision than 16-mixed, which scales the loss")
 
     def configure_ddp(self) -> None:
         """Wrap the module; without a wrapper, as a sum over shards needs none, ranks start with rank zero's states."""

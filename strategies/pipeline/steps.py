@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from apprentice import keyed, replicas
+from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
 from strategies.base.gradients import attach_gradients, average, set_aside
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 class PipelineSteps(PlainSteps):
     """Cuts a rank's rows into micro-batches."""
 
-    relates_rows = False
-    in_one_piece = False  # whether a batch is evaluated without micro-batches
     strategy: "PipelineStrategy"
 
     def count_microbatches(self) -> int:
@@ -167,8 +165,6 @@ class PipelinedShards(ShardedTraining):
 class ExactPipelineSteps(ExactSteps):
     """Sends shards through the pipeline as micro-batches."""
 
-    needs_group = True
-    in_one_piece = True  # for the bits of one device
     training_class = PipelinedShards
     strategy: "PipelineStrategy"
 
@@ -179,12 +175,6 @@ class ExactPipelineSteps(ExactSteps):
             expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
             raise BadInput("num_microbatches", chosen, expected)
         return shards
-
-    def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput if the module can't be exact, or draws from torch's generators."""
-        super().check_module(module)
-        if noisy := keyed.find_unkeyed_layers(module):
-            raise self.strategy._fault(f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's")
 
 
 def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:

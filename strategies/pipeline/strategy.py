@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
-from apprentice import replicas
+from apprentice import keyed, replicas
 from apprentice.errors import BadInput
 from strategies.base import checkpoints, stages
 from strategies.base.gradients import NORM, parameters_of
@@ -57,6 +57,8 @@ class PipelineStrategy(SharedReplica, Exact):
         BadInput: an option's value can't be used, alone, with these devices or with the module.
     """
 
+    _relates_rows = False
+    _needs_group = True
     plain_steps = PipelineSteps
     exact_steps = ExactPipelineSteps
     steps: PipelineSteps | ExactPipelineSteps
@@ -73,7 +75,6 @@ class PipelineStrategy(SharedReplica, Exact):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._relates_rows = self.steps.relates_rows
         if schedule not in get_args(Schedule):
             raise BadInput("schedule", schedule, f"{', '.join(get_args(Schedule))}")
         counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
@@ -149,6 +150,8 @@ class PipelineStrategy(SharedReplica, Exact):
         if self._layer_sync is not None:
             raise BadInput("sync_batchnorm", "True", "False, as ranks of a pipeline have different layers")
         super().check_module(module)
+        if self.exact is not None and (noisy := keyed.find_unkeyed_layers(module)):
+            raise self._fault(f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's")
         stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:
@@ -164,7 +167,8 @@ class PipelineStrategy(SharedReplica, Exact):
     def model_to_device(self) -> None:
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
-        self.forward = StagedForward(module, self.global_rank, self.steps.in_one_piece)
+        in_one_piece = self.exact is not None  # in evaluation, for the bits of one device
+        self.forward = StagedForward(module, self.global_rank, in_one_piece)
         self.undo.callback(vars(module).pop, "forward", None)
         module.forward = self.forward  # type: ignore[method-assign]
         groups = self._cut(module)
@@ -172,7 +176,7 @@ class PipelineStrategy(SharedReplica, Exact):
             costs = self._seconds(module, [*itertools.chain(*groups)])
             groups = self._cut(module, stages.sizes_by_cost(costs, self.assignment.rank_of))
         self.stage_sizes = [len(group) for group in groups]
-        warn_of_other_numbers(module, not self.steps.in_one_piece and self.assignment.num_microbatches > 1)
+        warn_of_other_numbers(module, not in_one_piece and self.assignment.num_microbatches > 1)
         self.forward.runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
         self._placement = StagePlacement(module, self.forward.runner)
         module._device = self.root_device
