@@ -158,7 +158,7 @@ class FSDP(SharedReplica):
             if self.replica[1] == 1:
                 self._read_whole_batches(trainer)
             self._reduce_metrics(replicas.group())
-            self._clip_by(self._clip_by_norm)
+            self.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         super().setup(trainer)
 
     def configure_ddp(self) -> None:

@@ -154,9 +154,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 for device, group in self._stages:
                     for part in group:
                         part.to(device)
-            for name, method in {"forward": self._forward, "backward": self._backward}.items():
-                self.undo.callback(vars(module).pop, name, None)
-                setattr(module, name, method)
+            self.replace(module, "forward", self._forward)
+            self.replace(module, "backward", self._backward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's `forward`, on all ranks at once."""

@@ -311,6 +311,11 @@ class DataParallel(DDPStrategy):
             for buffer in self._module.buffers():
                 dist.broadcast(buffer, rank)
 
+    def replace(self, owner: object, name: str, value: Any) -> None:
+        """Hide an attribute of an object's class, such as a method, until the teardown."""
+        self.undo.callback(vars(owner).pop, name, None)
+        setattr(owner, name, value)
+
     def setup(self, trainer: Trainer) -> None:
         self._interrupted = False
         super().setup(trainer)

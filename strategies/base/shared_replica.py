@@ -9,7 +9,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from apprentice import replicas
@@ -45,11 +44,6 @@ class SharedReplica(DataParallel):
             metric.process_group = group
             metric.to(self.root_device)
 
-    def _clip_by(self, clip: Callable[[Optimizer, float], None]) -> None:
-        """Clip gradients by a norm over ranks, until the teardown."""
-        self.undo.callback(vars(self.precision_plugin).pop, "clip_grad_by_norm", None)
-        self.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
-
     def _refuse_averaging(self, trainer: Trainer) -> None:
         """Raise BadInput for callbacks that average weights, of which each rank has some."""
         averaging = StochasticWeightAveraging, WeightAveraging
@@ -60,8 +54,7 @@ class SharedReplica(DataParallel):
         super().on_predict_start()
         if self.global_rank % self.replica_size:
             loop = self._trainer.predict_loop
-            self.undo.callback(vars(loop).pop, "_predict_step", None)
-            loop._predict_step = partial(_predict_silently, loop, loop._predict_step)  # type: ignore[method-assign]
+            self.replace(loop, "_predict_step", partial(_predict_silently, loop, loop._predict_step))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, unless another group is given."""

@@ -60,15 +60,11 @@ class RoundRobin:
     def replace_loops(self, trainer: Trainer) -> None:
         """Log the same values on all ranks, and predict each batch on one, until the strategy's teardown."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-        methods: list[tuple[Any, str, Callable[..., None]]] = [
-            (trainer.predict_loop, "_predict_step", self._predict_mine),
-            (trainer.fit_loop.epoch_loop.val_loop, "_store_dataloader_outputs", self._log_all_batches),
-            (trainer.validate_loop, "_store_dataloader_outputs", self._log_all_batches),
-            (trainer.test_loop, "_store_dataloader_outputs", self._log_all_batches),
-        ]
-        for loop, name, method in methods:
-            setattr(loop, name, partial(method, loop, getattr(loop, name)))
-            self.strategy.undo.callback(vars(loop).pop, name, None)
+        loop: Any = trainer.predict_loop
+        self.strategy.replace(loop, "_predict_step", partial(self._predict_mine, loop._predict_step))
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            store_outputs = partial(self._log_all_batches, loop, loop._store_dataloader_outputs)
+            self.strategy.replace(loop, "_store_dataloader_outputs", store_outputs)
 
     def _log_all_batches(self, loop: Any, store_outputs: Callable[[], None]) -> None:
         if self._count <= self.strategy.replica[0]:  # this rank had no batch: its metrics would warn of that
@@ -82,7 +78,7 @@ class RoundRobin:
         _repeat(loop, sorted(chain.from_iterable(logs), key=itemgetter(0)))
         store_outputs()
 
-    def _predict_mine(self, loop: Any, predict: Callable[..., None], *args: Any) -> None:
+    def _predict_mine(self, predict: Callable[..., None], *args: Any) -> None:
         if self.is_mine():
             predict(*args)
         self._count += 1

@@ -35,10 +35,6 @@ class PlainSteps:
     def __init__(self, strategy: DataParallel) -> None:
         self.strategy = strategy
 
-    @property
-    def module(self) -> LightningModule:
-        return self.strategy._module
-
     def setup_environment(self) -> None:
         """Prepare the process."""
 
@@ -91,7 +87,7 @@ class ExactSteps(PlainSteps):
 
     def batch_to_device(self, run: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Move the rows of this rank's shards; in evaluation the batch, if it is this rank's."""
-        if self.module.trainer.training:
+        if self.strategy._trainer.training:
             return run(self.training.cut(batch), *args)
         return run(batch, *args) if self.evaluation.is_mine() else batch
 

@@ -129,7 +129,7 @@ class PipelineStrategy(SharedReplica, Exact):
         self.check_module(self._module)
         self.steps.setup(trainer)
         self._reduce_metrics(replicas.group())
-        self._clip_by(self._clip_by_norm)
+        self.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         self._interrupted = False
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
@@ -169,8 +169,7 @@ class PipelineStrategy(SharedReplica, Exact):
         module = self._module
         in_one_piece = self.exact is not None  # in evaluation, for the bits of one device
         self.forward = StagedForward(module, self.global_rank, in_one_piece)
-        self.undo.callback(vars(module).pop, "forward", None)
-        module.forward = self.forward  # type: ignore[method-assign]
+        self.replace(module, "forward", self.forward)
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
             costs = self._seconds(module, [*itertools.chain(*groups)])
