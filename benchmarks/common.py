@@ -29,8 +29,8 @@ from harness.cli.messages import one_line_errors
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
 from harness.runs.files import write_json
+from harness.runs.progress import peak_memory
 from harness.runs.quiet import quiet
-from harness.runs.speed import peak_memory
 from lab.studies.isolation import children_end_with_block
 from lab.studies.meters import Stamps
 

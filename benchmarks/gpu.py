@@ -45,8 +45,8 @@ from benchmarks import common, gpt_speed, kd_speed
 from harness.reports.report import MIB
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
+from harness.runs.progress import peak_memory
 from harness.runs.quiet import quiet
-from harness.runs.speed import peak_memory
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import ResNet
 

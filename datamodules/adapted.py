@@ -62,7 +62,6 @@ class Adapted(InMemoryData):
         self._classes, self._loaders = num_classes, dict[str, Loader]()
 
     def prepare_data(self) -> None:
-        """As the data module does."""
         if not self._loaders:
             self.data.prepare_data()
 
@@ -165,7 +164,6 @@ class Adapted(InMemoryData):
 
     @property
     def places(self) -> int:
-        """Places that a training batch's `index` counts."""
         self.sizes  # noqa: B018 - set up
         loader = self._loaders["train"]
         return len(loader.dataset) if is_indexed(loader) else self.sizes["train"]
@@ -239,7 +237,6 @@ class Adapted(InMemoryData):
         return self._dealt_loader("test")
 
     def predict_dataloader(self) -> "DealtLoader":  # type: ignore[override]
-        """The test batches, for `trainer.predict`."""
         return self._dealt_loader("test")
 
     def _dealt_loader(self, part: str) -> "DealtLoader":
@@ -250,7 +247,6 @@ class Adapted(InMemoryData):
         return DealtLoader(self._loaders[part], kept, *self._rank_and_replicas(), self.seed)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook: as the data module does."""
         inputs, labels = unpack_pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
         return batch._replace(inputs=inputs, labels=labels)
 
@@ -263,13 +259,10 @@ class Adapted(InMemoryData):
         return super().on_after_batch_transfer(batch._replace(inputs=inputs, labels=labels), dataloader_idx)
 
     def teardown(self, stage: str) -> None:
-        """As the data module does."""
         self.data.teardown(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The data module's."""
         return self.data.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The data module's."""
         self.data.load_state_dict(state_dict)

@@ -271,7 +271,6 @@ class InMemoryData(LightningDataModule):
         return self._chunks("test")
 
     def predict_dataloader(self) -> ChunkLoader:
-        """The test samples, as in `test_dataloader`, for `trainer.predict`."""
         return self.test_dataloader()
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:

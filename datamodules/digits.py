@@ -19,7 +19,6 @@ class Digits(ImageData):
     free_options = ImageData.free_options | {"root"}
 
     def read(self) -> tuple[Split, Split]:
-        """The fixed split."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()

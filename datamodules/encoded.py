@@ -135,11 +135,9 @@ class Files(Encoded):
     names: np.ndarray
 
     def name(self, place: int) -> str:
-        """Its path."""
         return str(self._path(place))
 
     def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
-        """As a file."""
         path = self._path(place)
         return open_readable(path, self.flag, str(path))
 
@@ -153,7 +151,6 @@ class Files(Encoded):
             yield b"%b\0%d %d\n" % (name, size, time_ns)
 
     def all_names(self) -> bytes:
-        """Paths below `root`."""
         return b"\0".join(self.names.tolist())
 
     def sizes_and_times(self) -> np.ndarray:
@@ -168,11 +165,9 @@ class Files(Encoded):
         return np.array(stats, np.int64).reshape(-1, 2)
 
     def content(self, place: int) -> bytes:
-        """The file."""
         return self._path(place).read_bytes()
 
     def part(self, chosen: Tensor) -> "Files":
-        """The files at these (k,) places."""
         return replace(super().part(chosen), names=self.names[chosen.numpy()])
 
     def _path(self, place: int) -> Path:

@@ -34,11 +34,9 @@ class Rows(Encoded):
     places: np.ndarray
 
     def name(self, place: int) -> str:
-        """Split and row."""
         return f"{self.split}[{self.places[place]}]"
 
     def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
-        """From its bytes, or as a file."""
         image = self.data[int(self.places[place])][self.column]
         if image is None:
             raise Damaged(self.flag, self.name(place), "an image; there is none")
@@ -68,12 +66,10 @@ class Rows(Encoded):
         return sizes_and_times
 
     def content(self, place: int) -> bytes:
-        """Its bytes, or its file's."""
         image = self.data[int(self.places[place])][self.column]
         return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
 
     def part(self, chosen: Tensor) -> "Rows":
-        """The images at these (k,) places."""
         return replace(super().part(chosen), places=self.places[chosen.numpy()])
 
 
@@ -111,7 +107,6 @@ class HuggingFaceImages(StoredImages):
         self.path, self.config, self.image, self.label = path, config, image, label
 
     def beside(self) -> Path:
-        """The folder, or that of downloaded data sets."""
         import datasets
 
         return Path(self.path) if Path(self.path).is_dir() else Path(datasets.config.HF_DATASETS_CACHE)

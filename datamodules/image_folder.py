@@ -40,11 +40,9 @@ class ImageFolder(StoredImages):
         self.root = Path(root).expanduser()
 
     def beside(self) -> Path:
-        """The folder."""
         return self.root
 
     def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # two or three
-        """List the files without decoding them."""
         skipped = Counter[str]()
         folders = self._folders()
         samples = {part: self._samples(folder, skipped) for part, folder in folders.items()}

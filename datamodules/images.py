@@ -94,12 +94,10 @@ class ImageData(InMemoryData):
 
     @property
     def train_inputs_repeat(self) -> bool:
-        """Whether a training image looks the same in each epoch."""
         return not (self.augment or self.transforms or self.mixing)
 
     @property
     def wants_partners(self) -> bool:
-        """Whether training images are mixed."""
         return bool(self.mixing)
 
     def normalize(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:

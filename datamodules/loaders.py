@@ -82,7 +82,6 @@ class PartitionedOrder(EpochOrder):
         self._owners = torch.cat(owners)[torch.cat(turns).argsort(stable=True)]  # (size,), of places in the order
 
     def indices(self) -> Tensor:
-        """Return (size,) int64, the order of the current epoch."""
         order = torch.empty(self.size, dtype=torch.int64)
         for rank, part in enumerate(self.parts):
             order[self._owners == rank] = part[keyed.permutation(len(part), self.seed, self._turn, rank)]

@@ -192,7 +192,6 @@ class Text(InMemoryData):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Blocks in an evaluation batch."""
         return max(EVALUATED // self.block_size, 1)
 
     @property
@@ -201,7 +200,6 @@ class Text(InMemoryData):
         return False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text, once."""
         if self._splits:
             return
         training, validation, test = self._split_tokens(self._read())
@@ -277,7 +275,6 @@ class Text(InMemoryData):
         return {"train": len(cast("Windows", self.split("train")).text), **predicted}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
-        """`sizes` under a Trainer's limits; BadInput if one is less than a batch."""
         blocks, tokens = super().used(trainer), self.sizes
         if blocks["train"] < len(self._order(len(self.split("train").labels))):
             tokens["train"] = blocks["train"] * self.block_size
@@ -287,7 +284,6 @@ class Text(InMemoryData):
 
     @property
     def num_classes(self) -> int:
-        """The size of the vocabulary."""
         self.split("train")
         return len(self.vocabulary)
 

@@ -26,7 +26,7 @@ from harness.cli.messages import with_flag
 from harness.cli.sources import expand_home
 from harness.console import console
 from harness.reports import pages
-from harness.runs import calls
+from harness.runs import environment
 from harness.studies import compare as comparison
 
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = parser.parse_intermixed_args(argv)
         try:
             runs = comparison.load_runs(arguments.runs)
-            again = [line for run in runs for line in calls.commands(run.folder)]
-            again.append(calls.command("compare.py", sys.argv[1:] if argv is None else argv))
+            again = [line for run in runs for line in environment.commands(run.folder)]
+            again.append(environment.command("compare.py", sys.argv[1:] if argv is None else argv))
             if arguments.pool:
                 results = comparison.pool(runs)
                 saved = comparison.save_pool(results, arguments.out, again)

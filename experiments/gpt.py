@@ -26,8 +26,7 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
-from harness.studies.checks import check_modules, check_net
-from harness.studies.choices import build_net
+from harness.studies.choices import build_net, check_modules, check_net
 from harness.studies.language_model import NAME, run_study, sample
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel

@@ -58,18 +58,15 @@ class LitClassifier(Learner):
             self.train()
 
     def train(self, mode: bool = True) -> "LitClassifier":
-        """Set the net's mode; with `head_only` it stays in eval mode."""
         super().train(mode)
         if self.head_only:
             self.net.eval()
         return self
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """The net's trainable parameters."""
         return [[p for p in self.net.parameters() if p.requires_grad]]
 
     def net_of(self, run: str) -> nn.Module:
-        """The net."""
         return self.net
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -77,7 +74,6 @@ class LitClassifier(Learner):
         return run(self.net, inputs).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The supervised loss of logits (b, ..., classes), and values to log."""
         self.check_labels(outputs, batch)
         losses = self.task.loss(outputs, fill_uncounted(batch.labels, batch.label_weight))
         if isinstance(batch.mixed, Mixed):
@@ -91,11 +87,9 @@ class LitClassifier(Learner):
         return pipeline_stages(self.net)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The net's logits."""
         return {"": self(inputs)}
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """A step of a copy of the net, compiled if the net is."""
         net = copy.deepcopy(self.net).train(not self.head_only)
         if self.compiled:
             net.compile(dynamic=False)

@@ -121,7 +121,6 @@ class Distillation(Learner):
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
-        """Raise BadInput if the teacher has other classes than the data, by their names, or in another order."""
         super().on_fit_start()
         names = getattr(getattr(self.trainer, "datamodule", None), "class_names", ())
         check_classes(self.teacher, names, "teacher")
@@ -201,11 +200,9 @@ class Distillation(Learner):
                 self._fail(name, f"peer {run}")
 
     def net_of(self, run: str) -> nn.Module:
-        """A student's net."""
         return self.students[run].net
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Each student's parameters, including its objective's."""
         return [[p for p in student.parameters() if p.requires_grad] for student in self.students.values()]
 
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
@@ -248,8 +245,7 @@ class Distillation(Learner):
                 self.print(f"teacher's outputs stored: {by_readers}")
 
     def on_train_end(self) -> None:
-        """Free the cache."""
-        self.cache.clear()
+        self.cache.outputs = None
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
@@ -266,7 +262,6 @@ class Distillation(Learner):
                 raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Also save that count."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["learner"] |= {"teacher_samples": self.teacher_samples, "teacher_stored": self.teacher_stored}
 
@@ -281,7 +276,6 @@ class Distillation(Learner):
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the students' losses, and every term of each."""
         teacher, students = outputs
         if self.cache.outputs is not None:
             teacher = self.cache.outputs.map(lambda x: x[batch.index])
@@ -306,11 +300,9 @@ class Distillation(Learner):
         return Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The logits of all students that have not failed."""
         return self._logits(self(inputs)[1])
 
     def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The teacher's logits, and those of `predict`."""
         if not self.has_teacher:
             return super().predict_beside_teacher(inputs)
         self._comparing = True

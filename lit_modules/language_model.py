@@ -66,7 +66,6 @@ class LitLanguageModel(LitClassifier):
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with a group with weight decay and one without, and a learning rate that changes with every step."""
         self.check_trainable()
         self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
         (parameters,) = self.parameter_groups()
@@ -82,7 +81,6 @@ class LitLanguageModel(LitClassifier):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the Trainer's value if it has one, otherwise by the module's."""
         clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
         super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
 

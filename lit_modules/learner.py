@@ -166,7 +166,6 @@ class Learner(RunMetrics):
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
 
     def configure_optimizers(self) -> Any:
-        """One optimizer with a group for each run."""
         self.loss_scales.take_over(getattr(self.attached_trainer, "precision_plugin", None), self.runs)
         optimizer = self._build_optimizer()
         if self.make_scheduler is None:
@@ -302,7 +301,6 @@ class Learner(RunMetrics):
         checkpoint["learner"] = state | {"loss_scales": self.loss_scales.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them."""
         state = dict(checkpoint["learner"])
         self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
         vars(self).update(state)

@@ -130,13 +130,11 @@ class RunMetrics(Recorded, ChecksBatches):
             scores.reset()  # type: ignore[operator]
 
     def on_test_epoch_start(self) -> None:
-        """Reset the scores, and the values of single samples."""
         self.on_validation_epoch_start()
         for tested in self.tested:
             tested.reset()  # type: ignore[operator]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a batch."""
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
@@ -145,7 +143,6 @@ class RunMetrics(Recorded, ChecksBatches):
             self.scores_of(run).update(logits, batch.labels)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Update the scores with a batch, and keep the values of its samples."""
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             teacher, predicted = self.predict_beside_teacher(batch.inputs)
@@ -177,11 +174,9 @@ class RunMetrics(Recorded, ChecksBatches):
         return logits.get("", logits)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation scores."""
         self._log_scores("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test scores."""
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:

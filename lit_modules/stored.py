@@ -24,31 +24,12 @@ LOGITS = ""  # their name in a file, which no layer has
 Teacher = Callable[[Tensor], Outputs]
 
 
-def outputs_by_index(chunks: Iterable[Batch], samples: int, teacher: Teacher, max_bytes: int) -> Outputs | None:
-    """A frozen teacher's outputs by the sample's index; None if `samples` of them take more than `max_bytes` on a rank.
-
-    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits.
-    """
-    store: Outputs | None = None
-    for chunk in chunks:
-        outputs = teacher(chunk.inputs)
-        if store is None and (store := _empty(outputs, samples, max_bytes)) is None:
-            return None
-        for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
-            whole[chunk.index] = x
-    return store and store.map(replicas.all_reduce_sum_)
-
-
-def _empty(outputs: Outputs, samples: int, max_bytes: int) -> Outputs | None:
-    """Zeros for all samples, with the shapes of a chunk's outputs, which may have no rows; None for too many bytes."""
-    row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in outputs.tensors())
-    if row_bytes * samples > max_bytes:
-        return None
-    return outputs.map(lambda x: x.new_zeros(samples, *x.shape[1:]))
-
-
 class TeacherCache:
-    """A frozen teacher's outputs for all training samples, stored for the time of a fit.
+    """A frozen teacher's outputs for all training samples, stored for the time of a fit, and in files for other runs.
+
+    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits. A file is
+    named by the teacher's weights, all inputs, and the bits of the outputs for the first of them, which tell what
+    layers are read, how they are reduced, and the kernels of a machine. Runs may share the folder at any time.
 
     Attributes:
         outputs: by the sample's index; None if they are not stored.
@@ -57,7 +38,7 @@ class TeacherCache:
     Args:
         teacher: the net, before a strategy shards it.
         max_mb: MiB that they may take on a rank.
-        folder: where they are kept for other runs; None if nowhere.
+        folder: where the files are, made if needed; None for no files.
         tell: prints a line, on one rank.
     """
 
@@ -66,54 +47,46 @@ class TeacherCache:
     ) -> None:
         self.outputs: Outputs | None = None
         self.max_bytes, self.tell = max_mb * 2**20, tell
-        self.files = OutputFiles(folder, teacher, tell) if folder else None
+        self.folder = Path(folder).expanduser() if folder else None
+        state = sorted(teacher.state_dict().items()) if folder else ()
+        self._weights = [_digest(name.encode(), value) for name, value in state]
 
     def fill(self, data: Any, teacher: Teacher, use_files: bool) -> None:
-        """Store the outputs for a data module's training set, if they don't take too much, which a line tells.
-
-        They are computed by `teacher`, or read from a file.
-        """
+        """Compute or read the outputs for a data module's training set; say so if they take too much."""
 
         def chunks() -> Iterator[Batch]:
             in_order = data.train_in_order(replicas.rank(), replicas.count())
             return (data.on_after_batch_transfer(chunk, 0) for chunk in in_order)
 
         samples = data.sizes["train"]
-        if self.files is not None and use_files:
-            self.outputs = self.files.outputs(chunks, samples, teacher, self.max_bytes)
+        if self.folder is not None and use_files:
+            self.outputs = self._read_or_compute(self.folder, chunks, samples, teacher)
         else:
-            self.outputs = outputs_by_index(chunks(), samples, teacher, self.max_bytes)
+            self.outputs = self._compute(chunks(), samples, teacher)
         if self.outputs is None:
             self.tell(f"teacher's outputs are not stored: they take more than {self.max_bytes / 2**20:g} MiB")
 
-    def clear(self) -> None:
-        """Free the memory."""
-        self.outputs = None
+    def _compute(self, chunks: Iterable[Batch], samples: int, teacher: Teacher) -> Outputs | None:
+        store: Outputs | None = None
+        for chunk in chunks:
+            outputs = teacher(chunk.inputs)
+            if store is None and (store := self._empty(outputs, samples)) is None:
+                return None
+            for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
+                whole[chunk.index] = x
+        return store and store.map(replicas.all_reduce_sum_)
 
+    def _empty(self, outputs: Outputs, samples: int) -> Outputs | None:
+        """Zeros for all samples, shaped as a chunk's outputs, which may have no rows; None for too many bytes."""
+        row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in outputs.tensors())
+        if row_bytes * samples > self.max_bytes:
+            return None
+        return outputs.map(lambda x: x.new_zeros(samples, *x.shape[1:]))
 
-class OutputFiles:
-    """Files of a teacher's outputs in a folder, for this and other runs with the same teacher and inputs.
-
-    A file is named by the teacher's weights, all inputs, and the bits of the outputs for the first of them, which tell
-    what layers are read, how they are reduced, and the kernels of a machine. Runs may share the folder at any time.
-
-    Args:
-        folder: where the files are, made if needed.
-        teacher: the net, before a strategy shards it.
-        tell: prints a line, on one rank.
-    """
-
-    def __init__(self, folder: str | Path, teacher: torch.nn.Module, tell: Callable[[str], object]) -> None:
-        self.folder, self.tell = Path(folder).expanduser(), tell
-        self.weights = [_digest(name.encode(), value) for name, value in sorted(teacher.state_dict().items())]
-
-    def outputs(
-        self, chunks: Callable[[], Iterable[Batch]], samples: int, teacher: Teacher, max_bytes: int
+    def _read_or_compute(
+        self, folder: Path, chunks: Callable[[], Iterable[Batch]], samples: int, teacher: Teacher
     ) -> Outputs | None:
-        """As `outputs_by_index`, from the file if it is there and whole, otherwise kept in it.
-
-        A file that is damaged, or can't be written, is told in a line and changes no result.
-        """
+        """A file that is damaged, or can't be written, is told in a line and changes no result."""
         inputs, first, empty = 0, 0, None
         for number, chunk in enumerate(chunks()):
             if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
@@ -121,21 +94,21 @@ class OutputFiles:
             if number == 0:
                 few = teacher(chunk.inputs)
                 first = _digest(repr(list(few.features)).encode(), *few.tensors()) if not replicas.rank() else 0
-                empty = _empty(few, samples, max_bytes)
+                empty = self._empty(few, samples)
         if empty is None:
             return None
         device, words = empty.logits.device, 2**32
         halves = [inputs % words, inputs // words % words, first % words, first // words]
         low, high, *outputs = replicas.all_reduce_sum_(torch.tensor(halves, device=device)).tolist()
-        everything = [self.weights, (low + high * words) % words**2, outputs]
-        path = self.folder / f"teacher-{hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()}.pt"
+        everything = [self._weights, (low + high * words) % words**2, outputs]
+        path = folder / f"teacher-{hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()}.pt"
         is_there = torch.zeros(1, device=device)
         if replicas.rank() == 0 and self._load(path, empty):
             is_there += 1
         if replicas.all_reduce_sum_(is_there):
             self.tell(f"teacher's outputs read from {path}")
             return empty.map(replicas.all_reduce_sum_)
-        computed = outputs_by_index(chunks(), samples, teacher, max_bytes)
+        computed = self._compute(chunks(), samples, teacher)
         if replicas.rank() == 0 and computed is not None:
             self._save(path, computed)
         return computed
@@ -160,7 +133,7 @@ class OutputFiles:
             torch.save({name: x.cpu() for name, x in _named(outputs).items()}, temporary)
             temporary.replace(path)
         except (OSError, RuntimeError) as error:  # torch's own for a full disk
-            self.tell(f"teacher's outputs are not kept in {self.folder}: {reason(error)}")
+            self.tell(f"teacher's outputs are not kept in {path.parent}: {reason(error)}")
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
         else:

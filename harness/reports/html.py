@@ -38,7 +38,7 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
     resources, script, divs = _embed(plots) if plots else ("", "", [])
     left, parts = iter(divs), []
     for section in sections:
-        text = _html(section.text) + "\n".join(f'<p><img alt="" src="{_data(png)}"></p>' for png in section.pictures)
+        text = _html(section.text) + "\n".join(f'<img alt="" src="{_data(png)}">' for png in section.pictures)
         parts.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
     text = PICTURE.sub(lambda match: _picture(match, pictures), _html(markdown))
     title = markdown.partition("\n")[0].lstrip("# ")

@@ -53,11 +53,11 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
     ]
     written = [
         Section("Fidelity and calibration", _beside_accuracy(results)),
-        Section("Confusion", _frequent(results), plots.confusion(results)),
+        Section("Confusion", _frequent(results), (), mistakes.matrices(results)),
         _most_confused(results, images),
         *html.repeat_section(commands),
     ]
-    return [section for section in plotted if section.plots] + [part for part in written if part.text or part.plots]
+    return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
 _PAIRS = (

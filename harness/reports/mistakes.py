@@ -1,5 +1,6 @@
 """What nets take for what: confusion matrices, and the test samples that most of them get wrong."""
 
+import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,10 +8,12 @@ import numpy as np
 from harness.reports import samples
 from harness.reports.figures import figure
 from harness.reports.results import NetResults, Results
+from harness.runs.tensorboard import confusion_figure
 
 MOST_IMAGES = 24  # images
 ACROSS = 8
 PAIRS = 10  # of classes
+MOST_CLASSES = 100  # of a matrix
 LETTERS = 16  # of a class's name over an image
 
 
@@ -30,6 +33,17 @@ def confusions(results: Results) -> dict[str, np.ndarray]:
             np.add.at(counts, (np.broadcast_to(truth, predicted.shape), predicted), 1)
             shares[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
     return shares
+
+
+def matrices(results: Results) -> list[bytes]:
+    """Draw each net's `confusions` in percent, as PNGs; none for over 100 classes, which would take megabytes."""
+    names, pngs = class_names(results), []
+    for net, shares in confusions(results).items() if len(names) <= MOST_CLASSES else ():
+        drawn, buffer = confusion_figure(100 * shares, names), io.BytesIO()
+        drawn.suptitle(net, parse_math=False)
+        drawn.savefig(buffer, format="png")
+        pngs.append(buffer.getvalue())
+    return pngs
 
 
 def _classes(results: Results, truth: np.ndarray) -> int:

@@ -9,17 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any, Literal
 
-import numpy as np
-
-from harness.reports import mistakes
 from harness.reports.figures import COLORS, GREY, Dot
 from harness.reports.metrics import paired_differences
 from harness.reports.results import Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
-MATRIX = 340  # pixels of a confusion matrix
-NAMED_CLASSES, MOST_CLASSES = 20, 100  # of which a matrix has the names, and of which it is drawn at all
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 
@@ -104,7 +99,8 @@ def pairs(results: Results) -> list[Any]:
     )  # fmt: skip
     source = _source(cells)
     plot.rect("column", "row", 0.96, 0.92, source=source, color="color")
-    _write(plot, "column", "row", "difference", source, "11px")
+    middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": "11px"}
+    plot.text("column", "row", "difference", source=source, text_color="ink", **middle)
     plot.xaxis.major_label_orientation = 0.9
     plot.grid.visible = False
     return [plot]
@@ -162,53 +158,6 @@ def against(label: str, dots: Sequence[Dot]) -> list[Any]:
     if len(dots) <= 12:  # of more they hide each other; the pointer tells them
         plot.text("x", "y", "name", source=source, x_offset=8, y_offset=5, text_font_size="11px")
     return [plot]
-
-
-def confusion(results: Results) -> list[Any]:
-    """Plot a matrix for each net: the shares of a class's samples, in rows, that it took for each class.
-
-    None for over 100 classes: their matrices would take megabytes.
-    """
-    from bokeh.models import LinearColorMapper
-    from bokeh.palettes import Blues256
-
-    names, plots = mistakes.class_names(results), []
-    if len(names) > MOST_CLASSES:
-        return []
-    numbered = len(names) > NAMED_CLASSES
-    for net, shares in mistakes.confusions(results).items():
-        plot = _figure(
-            width=MATRIX + 60, height=MATRIX, title=net, x_range=(0, len(names)), y_range=(len(names), 0),
-            x_axis_label="taken for", y_axis_label="is", tooltips=[("is", "$y{0}"), ("taken for", "$x{0}"),
-            ("share, %", "@image")] if numbered else None,
-        )  # fmt: skip
-        percent = np.round(100 * shares).astype(np.uint8)  # a byte each
-        colors = LinearColorMapper(palette=Blues256[::-1], low=0, high=100)
-        plot.image([percent], x=0, y=0, dw=len(names), dh=len(names), color_mapper=colors)
-        if not numbered:
-            ticks = [number + 0.5 for number in range(len(names))]
-            for axis in (plot.xaxis, plot.yaxis):
-                axis.ticker, axis.major_label_overrides = ticks, dict(zip(ticks, names, strict=True))
-            plot.xaxis.major_label_orientation = 0.9
-            _percentages(plot, shares)
-        plot.grid.visible = False
-        plots.append(plot)
-    return plots
-
-
-def _percentages(plot: Any, shares: np.ndarray) -> None:
-    rows, columns = np.nonzero(shares >= 0.005)
-    source = _source([
-        {"x": x + 0.5, "y": y + 0.5, "percent": f"{100 * share:.0f}", "ink": "white" if share > 0.5 else "black"}
-        for y, x, share in zip(rows, columns, shares[rows, columns], strict=True)
-    ])  # fmt: skip
-    _write(plot, "x", "y", "percent", source, "10px")
-
-
-def _write(plot: Any, x: str, y: str, text: str, source: Any, size: str) -> None:
-    """Write a column of the source into the middle of cells, in the colours of the column `ink`."""
-    middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": size}
-    plot.text(x, y, text, source=source, text_color="ink", **middle)
 
 
 def _figure(**options: Any) -> Any:

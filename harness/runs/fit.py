@@ -16,14 +16,13 @@ from harness.runs import safepoints, signals
 from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process
-from harness.runs.loggers import finish_runs
 from harness.runs.plans import FitPlan
-from harness.runs.progress import Show
+from harness.runs.progress import Show, Speed
 from harness.runs.quiet import quiet
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
-from harness.runs.speed import Speed
 from harness.runs.tensorboard import RunsLogger
+from harness.runs.trainer import finish_runs
 from lit_modules.learner import Learner
 from lit_modules.run_metrics import RunMetrics
 

@@ -1,23 +1,29 @@
-"""A run's folder: refused when it is in use or holds results, locked while a process works in it."""
+"""A run's folder: refused when it is in use or holds results, locked in a run, which goes on with the same samples."""
 
 import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
+from datamodules import InMemoryData
+from datamodules.fingerprints import SAMPLED, changed_parts, touched_parts
 from harness.runs import launch
-from harness.runs.files import list_recorded, record_files, remove_recorded, write_text
+from harness.runs.files import list_recorded, read_text, record_files, remove_recorded, write_text
+from harness.runs.quiet import notice
 
 # Files of runs without a record: a folder with one of these is no new one.
 RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
 LOCK = ".lock"
 JOB = ".job"  # the torchrun job that opened the folder last
+SAMPLES = "data.json"  # the fingerprint of the run's samples
 
 
 def new_folder(experiment: str, job: str = "") -> Path:
@@ -130,3 +136,32 @@ def _check_free(out: Path, overwrite: bool) -> None:
         rest = f" and {len(unrecorded) - 1} more are" if len(unrecorded) > 1 else " is"
         advice = f"{out / unrecorded[0]}{rest} in no record: delete that by hand, or take another --out"
         raise BadInput("overwrite", "true", f"a folder whose files a run has recorded; {advice}")
+
+
+def describe_samples(data: InMemoryData) -> dict[str, Any]:
+    """Return the content of data.json."""
+    return {"name": data.name, "samples": data.sizes, "fingerprint": data.fingerprint()}
+
+
+def check_samples(out: Path, now: Mapping[str, Any], advice: str = "take another --out") -> None:
+    """Raise BadInput, with this advice, if the run in a folder began with other samples than those of `now`."""
+    path = out / SAMPLES
+    if not path.exists():
+        return
+    try:
+        before = json.loads(read_text(path))
+        changed, touched = (find(before["fingerprint"], now["fingerprint"]) for find in (changed_parts, touched_parts))
+        counts = {part: (before["samples"].get(part), now["samples"].get(part)) for part in changed}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadInput("out", path, f"the record of the run's data ({type(error).__name__}: {error})") from error
+    if changed:
+        parts = ", ".join(f"{part} ({_counts(*pair)})" for part, pair in counts.items())
+        expected = f"the samples with which the run in {out} began; others are in {parts}: {advice}"
+        raise BadInput("data", now["name"], expected)
+    if touched:
+        same = f"names and sizes are the same, and the content of {SAMPLED} files of each"
+        notice(f"{now['name']}: files of {', '.join(touched)} have other times than when the run began; {same}")
+
+
+def _counts(before: Any, now: Any) -> str:
+    return f"{before} then, {now} now" if before != now else f"{now} then and now"

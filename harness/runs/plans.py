@@ -1,11 +1,14 @@
-"""What experiments train: arms, each a net and how it learns, and plans of the fits that train them."""
+"""What experiments train: arms, each a net and how it learns, as `--only` picks them, and plans of their fits."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from apprentice.errors import BadInput
 from harness import cli
 from harness.cli.rows import VARIANTS
 from lit_modules.objectives import Objective
@@ -114,3 +117,30 @@ class FitPlan:
     def checkpoint(self, out: Path) -> Path:
         """Return the file from which it resumes."""
         return self.folder(out) / f"{self.name}.ckpt"
+
+
+def arms(config: Namespace) -> dict[str, Arm]:
+    """Return the arms of `--only`, and those that they learn from, by name, with the user's settings."""
+    rows = cli.rows(Namespace(**{**vars(config), "only": None}))
+    all_arms = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
+    names, queue = set[str](), deque(cli.rows(config))
+    while queue:
+        name = queue.popleft()
+        if name in all_arms and name not in names:
+            names.add(name)
+            queue.extend(all_arms[name].objective(config).peers)
+    return {name: arm for name, arm in all_arms.items() if name in names}
+
+
+@contextmanager
+def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
+    """Turn the flag of an arm's error, its name below `--variants`, into its method's, and add its net's."""
+    try:
+        yield
+    except BadInput as fault:
+        for arm in arms:
+            flag = f"{VARIANTS}.{arm.name}"
+            if arm.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
+                whole = f"{VARIANTS}.{arm.variant}{fault.argument.removeprefix(flag)}"
+                raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
+        raise

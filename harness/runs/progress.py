@@ -1,18 +1,23 @@
-"""The progress of a fit: a live display on a terminal, lines elsewhere."""
+"""The progress of a fit: a live display on a terminal, lines elsewhere; its speed and memory in the log."""
 
 import os
+import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from harness.runs.plans import FitPlan
+from harness.runs.records import FitRecord
 from lit_modules.run_metrics import RunMetrics, tags
 from lit_modules.tasks import TASKS
 
@@ -220,3 +225,72 @@ def clock(seconds: float) -> str:
 
 def _of(done: int, total: float) -> str:
     return f"{done}/{total}" if 0 < total < float("inf") else str(done)
+
+
+class Speed(Callback):
+    """Logs `train/samples_per_sec`, of training without validation, and `train/peak_memory_mib`, of rank zero.
+
+    This is no part of the modules, whose logs are the same on any machine.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0  # at which it logged last
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, also in mid-epoch."""
+        self._start(pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock again."""
+        self._start(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock again."""
+        self._start(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Log the speed since the last reading."""
+        module, step = cast("RunMetrics", pl_module), trainer.global_step
+        if trainer.loggers and step != self._step and module.is_logged(step):
+            seconds, samples = time.perf_counter() - self._since, module.samples - self._samples
+            values = {"train/samples_per_sec": samples / seconds, "train/peak_memory_mib": peak_memory(module.device)}
+            module.log_dict(values, batch_size=1)
+            self._step = step
+            self._start(module)
+
+    def _start(self, module: LightningModule) -> None:
+        self._since, self._samples = time.perf_counter(), cast("RunMetrics", module).samples
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak MiB of tensors on a GPU; on the CPU, the peak resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def estimate_rest(out: Path, plans: Sequence[FitPlan], current: FitPlan) -> Rest | None:
+    """Estimate the rest of the run, of these fits in their order, for the display of the current one.
+
+    An epoch to come takes as long as those of the last finished fit of its name, or as those of this one; where neither
+    is known, the time is a lower bound. None where nothing follows.
+    """
+    records = {path: FitRecord.read(path) for plan in plans if (path := plan.record(out)).exists()}
+    trained = {path: _units(record.max_epochs) for path, record in records.items()}
+    measured = {path.stem: (record.fit_seconds or 0.0) / trained[path] for path, record in records.items()}
+    missing = [(plan.name, _units(plan.epochs) - trained.get(plan.record(out), 0)) for plan in plans if plan != current]
+    to_come = [(name, epochs) for name, epochs in missing if epochs > 0]
+
+    def rest(left: float, whole: float) -> str:
+        paces = {**measured, current.name: whole / _units(current.epochs)}
+        sign = "" if all(name in paces for name, _ in to_come) else "more than "
+        seconds = left + sum(paces.get(name, 0.0) * epochs for name, epochs in to_come)
+        return f", {sign}{clock(seconds)} of the run"
+
+    return rest if to_come else None
+
+
+def _units(epochs: int | None) -> int:
+    """Return epochs; 1 for a fit that has a number of steps, or none."""
+    return max(epochs or 1, 1)

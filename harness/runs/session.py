@@ -24,11 +24,11 @@ from harness.cli.classes import import_class
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.console import console
-from harness.runs import calls, environment, folders, launch, loggers, nets, samples, signals
+from harness.runs import environment, folders, launch, nets, signals
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
-from harness.runs.trainer import MakeTrainer, trainer_factory
+from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -71,7 +71,7 @@ class Session:
     @cached_property
     def samples(self) -> dict[str, Any]:
         """The content of data.json."""
-        return samples.describe_samples(self.data)
+        return folders.describe_samples(self.data)
 
     @property
     def tensorboard(self) -> bool:
@@ -81,7 +81,7 @@ class Session:
     def loggers(self, fit: str) -> list[Logger]:
         """Make the loggers that the user has chosen beside TensorBoard's; a fit is a run in each."""
         run = f"{Path(self.config.out or self.name).name}/{fit}"
-        return loggers.make_loggers(self.config.trainer.init_args["logger"], run)
+        return make_loggers(self.config.trainer.init_args["logger"], run)
 
     @property
     def is_double(self) -> bool:
@@ -133,8 +133,8 @@ class Session:
                 if launch.is_main_process():
                     nets.check_finished(self.out)
                     if self.reads_data:
-                        samples.check_samples(self.out, self.samples)
-            again = f"{calls.program(self.parser.prog)} --out {self.out} --resume true"
+                        folders.check_samples(self.out, self.samples)
+            again = f"{environment.program(self.parser.prog)} --out {self.out} --resume true"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 
@@ -142,15 +142,15 @@ class Session:
         """Write config.yaml, environment.json and data.json into the run's folder."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
-            write_json(self.out / calls.FILE, calls.facts(self.out, self.parser.prog, self.argv))
-            if self.reads_data and not (self.out / samples.FILE).exists():
-                write_json(self.out / samples.FILE, self.samples)
+            write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
+            if self.reads_data and not (self.out / folders.SAMPLES).exists():
+                write_json(self.out / folders.SAMPLES, self.samples)
 
     def header(self) -> Header:
         """Say how results.json begins."""
         return Header(
             experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
-            hardware=environment.hardware(), versions=environment.versions(), commits=calls.commits(self.out),
+            hardware=environment.hardware(), versions=environment.versions(), commits=environment.commits(self.out),
             config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
         )  # fmt: skip
 

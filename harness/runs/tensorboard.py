@@ -1,18 +1,19 @@
-"""TensorBoard: a logger with a folder for each run, the layout of charts, and rows of the HPARAMS tab."""
+"""TensorBoard: a logger with a folder for each run, the layout of charts, and means of curves over seeds."""
 
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice, product
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import ScalarEvent
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from torch import Tensor
@@ -32,7 +33,8 @@ COURSE = {
     "train/lr-.*": "learning rate", "train/grad_2.0_norm_total": "gradient norm, before clipping",
     "train/samples_per_sec": "samples a second", "train/peak_memory_mib": "peak memory, MiB",
 }  # fmt: skip
-
+MEAN = "mean"  # the folder of the runs of methods
+NOT_AVERAGED = "test_class_acc/"
 FIRST = 4  # events of a file: its version, perhaps a purge with another version, and the charts
 
 
@@ -87,7 +89,7 @@ class RunsLogger(Logger):
     def log_confusion(self, run: str, confusion: Tensor, names: Sequence[str] | None, step: int) -> None:
         """Draw the confusion matrix (classes, classes) and write each class's accuracy."""
         writer = self._writer(run or self.default)
-        writer.add_figure("test/confusion", confusion_figure(confusion, names), step)
+        writer.add_figure("test/confusion", confusion_figure(confusion.cpu(), names), step)
         shares = confusion.diag() / confusion.sum(1).clamp(min=1)
         for name, share in zip(names or range(len(confusion)), shares.tolist(), strict=True):
             writer.add_scalar(f"test_class_acc/{name}", share, step)
@@ -145,18 +147,6 @@ def _is_of(tag: str, score: str) -> bool:
     return tag == f"val/{score}" or tag.removeprefix("val/") not in SCORES
 
 
-def log_curves(folder: Path, curves: Mapping[str, Sequence[ScalarEvent]], begin: float) -> None:
-    """Write the run of a method, in place of an earlier one, and the charts of its means.
-
-    `begin`, a time in seconds, is that of its first event: TensorBoard gives runs its seven colours in this order.
-    """
-    with open_writer(folder) as writer:
-        writer._get_file_writer().add_summary(custom_scalars(layout_of_means(curves)), walltime=begin)
-        for tag, events in curves.items():
-            for event in events:
-                writer.add_scalar(tag, event.value, event.step, event.wall_time)
-
-
 def log_text(folder: Path, tag: str, text: str) -> None:
     """Show a text verbatim in the TEXT tab of a finished run."""
     with open_writer(folder, ".text") as writer:
@@ -168,30 +158,76 @@ def indent(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
-def confusion_figure(confusion: Tensor, names: Sequence[str] | None) -> Figure:
-    """Draw counts (classes, classes), a row for each true class, coloured by the square root of their share.
+def confusion_figure(confusion: Tensor | np.ndarray, names: Sequence[str] | None) -> Figure:
+    """Draw counts or percentages (classes, classes), a row for each true class, coloured by the root of their share.
 
     Up to 10 classes fill 350 pixels, at which TensorBoard shows a picture without leaving out any. Larger pictures have
     to be seen at their actual size. Counts are written for up to 25 classes, names for up to 120.
     """
-    classes = len(confusion)
+    counts = np.asarray(confusion)
+    classes = len(counts)
     counted = classes <= 25
     side = max(3.5, 0.6 + (0.29 if counted else 0.12) * min(classes, 120))
     figure = Figure(figsize=(side, side), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    shares = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt()  # so that single errors are seen
-    axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    shares = np.sqrt(counts / counts.sum(1, keepdims=True).clip(min=1))  # so that single errors are seen
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= 120:
         labels, size = list(names) if names else [str(i) for i in range(classes)], 8 if counted else 6
         axes.set_xticks(range(classes), labels, rotation=0 if max(map(len, labels)) < 3 else 90, fontsize=size)
         axes.set_yticks(range(classes), labels, fontsize=size)
     if counted:
-        for row, column in product(range(classes), repeat=2):
-            if count := int(confusion[row, column]):
-                colour = "white" if shares[row, column] > 0.6 else "black"
-                axes.text(
-                    column, row, str(count), ha="center", va="center", fontsize=7.5, color=colour, in_layout=False
-                )
+        for row, column in np.argwhere(counts.round() > 0).tolist():
+            style: dict[str, Any] = {
+                "fontsize": 7.5,
+                "color": "white" if shares[row, column] > 0.6 else "black",
+                "in_layout": False,
+            }
+            axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", **style)
     return figure
+
+
+def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
+    """Write OUT/mean/<net> for each net, over the seeds that have finished all of them, if two or more have.
+
+    A curve's mean has the steps that all of these seeds have.
+    """
+    folders = [out / f"seed{seed}" for seed in seeds]
+    finished = [folder for folder in folders if all((folder / net / "weights.pt").exists() for net in nets)]
+    if len(finished) < 2:
+        return
+    means_by_net = {net: summary([curves(folder / net) for folder in finished]) for net in nets}
+    times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
+    begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
+    for name, means in means_by_net.items():
+        with open_writer(out / MEAN / name) as writer:
+            writer._get_file_writer().add_summary(custom_scalars(layout_of_means(means)), walltime=begin)
+            for tag, events in means.items():
+                for event in events:
+                    writer.add_scalar(tag, event.value, event.step, event.wall_time)
+
+
+def curves(folder: Path) -> dict[str, list[ScalarEvent]]:
+    """Return all scalars of a TensorBoard run by tag."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
+    events.Reload()
+    return {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if not tag.startswith(NOT_AVERAGED)}
+
+
+def summary(runs: Sequence[dict[str, list[ScalarEvent]]]) -> dict[str, list[ScalarEvent]]:
+    """Return mean curves of runs by tag, and of those in `BANDS` the smallest and the largest value at each step."""
+    events: dict[str, list[ScalarEvent]] = {}
+    for tag in runs[0]:
+        if not all(tag in run for run in runs):
+            continue
+        points = [{event.step: event for event in run[tag]} for run in runs]
+        for step in sorted(set.intersection(*map(set, points))):
+            values = [curve[step].value for curve in points]
+            mean = sum(values) / len(values)
+            band = zip(BANDS.get(tag, ()), (mean, min(values), max(values)), strict=False)
+            numbers = {tag: mean, **dict(band)}
+            for name, value in numbers.items():
+                events.setdefault(name, []).append(ScalarEvent(points[0][step].wall_time, step, value))
+    return events

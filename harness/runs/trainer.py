@@ -1,9 +1,10 @@
-"""Trainers as the command line configures them, for the ranks of any launcher."""
+"""Trainers and loggers as the command line configures them, for the ranks of any launcher."""
 
 import inspect
 import os
 import socket
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -13,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
@@ -26,6 +28,7 @@ from harness.runs.progress import Show
 # With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainer_factory` has it.
 MakeTrainer = Callable[..., Trainer]
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)  # for options of the Trainer
+NAMES = ("run_name", "name")  # loggers' arguments for a run's name
 
 
 def trainer_factory(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> MakeTrainer:
@@ -172,3 +175,30 @@ class MPI(environments.MPIEnvironment):
         self._main_port = mpi.COMM_WORLD.bcast(self.listening.getsockname()[1] if self.listening else None)
         self.world_size(), self.local_rank(), self.node_rank()  # cached by Lightning's class
         mpi.Finalize()
+
+
+def make_loggers(value: Any, run: str) -> list[Logger]:
+    """Make the loggers of `--trainer.logger`, with this name of their run unless the user set one.
+
+    Raises:
+        BadInput: a logger's package is missing, or its constructor refuses an option.
+    """
+    key = "trainer.logger"
+    if isinstance(value, list):
+        return [_make_logger(choice, f"{key}.{place}", run) for place, choice in enumerate(value)]
+    return [] if isinstance(value, bool) else [_make_logger(value, key, run)]
+
+
+def _make_logger(choice: cli.Choice, key: str, run: str) -> Logger:
+    options = choice.signature(key)
+    name = next((name for name in NAMES if name in options.hints), None)
+    if name is not None and choice.init_args[name] == options.defaults[name]:
+        choice = replace(choice, init_args={**choice.init_args, name: run})
+    logger: Logger = cli.build(choice, key)
+    return logger
+
+
+def finish_runs(loggers: Iterable[Logger]) -> None:
+    """End this process's runs of Weights & Biases, as its next logger would continue an open one."""
+    if any(type(logger).__name__ == "WandbLogger" for logger in loggers) and "wandb" in sys.modules:
+        sys.modules["wandb"].finish()

@@ -18,19 +18,16 @@ from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.results import combine
 from harness.reports.search import Search
-from harness.runs import calls, safepoints
+from harness.runs import environment, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import Arm, FitPlan
+from harness.runs.plans import Arm, FitPlan, arms, flags_of
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies import zoo
-from harness.studies.arms import arms, flags_of
-from harness.studies.checks import check_batch_size, check_modules, check_net
-from harness.studies.choices import judged_by
-from harness.studies.fits import fit, save_classifier
-from harness.studies.measure import log_means
+from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
+from harness.studies.fits import fit, log_means, save_classifier
 from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -178,7 +175,7 @@ class BakeOff:
             ranked=config.zoo,
         )
         results.classes, results.search, out = list(data.class_names), search, session.out
-        save_results(out, results, data.test_images, calls.commands(out))
+        save_results(out, results, data.test_images, environment.commands(out))
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 

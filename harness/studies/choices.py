@@ -1,12 +1,16 @@
-"""What the command line chooses, built for the data of a run: nets, optimizer, scheduler, task."""
+"""What the command line chooses, built and checked for the data of a run: nets, optimizer, scheduler, task."""
 
+import copy
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import nn
 
-from apprentice.errors import BadInput
+import strategies
+from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import cli
@@ -14,11 +18,18 @@ from harness.cli.classes import import_class
 from harness.runs.nets import Spec, load_net, read_spec, spec
 from harness.runs.session import Session
 from lit_modules import nets
+from lit_modules.learner import Learner
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
 from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks import Metric, Task, task_of
 
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
+
+
+def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
+    """Return the arguments of nets that the chosen data gives, those of images where it is of other people's class."""
+    data = import_class(chosen["data"].class_path, "data")
+    return data.given_to_nets if issubclass(data, InMemoryData) else InMemoryData.given_to_nets
 
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
@@ -115,3 +126,50 @@ def match_classes(
             reorder_classes(member, order.places, run.data.example, key)
             run.tell(f"{key} {value}: its logits are put into the order of the data's classes")
         member.class_names = classes  # type: ignore[assignment]
+
+
+def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
+    """Raise BadInput if the net chosen under a key does not fit seed, data or strategy; `trained` or only evaluated."""
+    config, data, strategy = run.config, run.data, trainer.strategy
+    net, again = (make_net(config, key, config.seeds[0], data.net_arguments, run.is_double) for _ in range(2))
+    if trained:
+        nets.check_same_start(net, again, key)
+    if isinstance(net, nets.Net):
+        for flag, expected in net.expects.items():
+            if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
+                trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
+                raise BadInput(f"data.{flag}", list(getattr(data, flag)), trained_with)
+        if net.tokenizer is not None:
+            data.check_tokenizer(net.tokenizer, f"--{key}")
+    logits = *data.label_shape, data.num_classes
+    # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
+    with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
+        nets.check_fits(net, data.example, logits, key, trained)
+    if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "splits", False):
+        with cli.refusals(cli.choice_at(config, key), key):
+            nets.pipeline_stages(net, key)
+
+
+def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
+    """Raise BadInput if the strategy can't train one of the modules."""
+    if isinstance(trainer.strategy, strategies.DataParallel):
+        for module in modules:
+            try:
+                with cli.refusals(run.config.trainer, "trainer"):
+                    trainer.strategy.check_module(module)
+            except BadInput as error:
+                option = error.argument.removeprefix("trainer.")
+                if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
+                    raise error.__cause__ from None
+                raise
+
+
+def check_batch_size(run: Session, *modules: Learner) -> None:
+    """Raise BadInput if a module can't be trained as each batch has one row, which has no variance for BatchNorm."""
+    if min(run.data.batch_size, run.used["train"]) > 1:
+        return
+    for module in modules:
+        try:
+            copy.deepcopy(module).train()(nets.cast_inputs(module, run.data.example[:1]))
+        except ValueError as error:
+            raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None

@@ -20,8 +20,7 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indent, log_text
-from harness.studies.fits import fit
-from harness.studies.measure import log_means
+from harness.studies.fits import fit, log_means
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.tasks import BITS

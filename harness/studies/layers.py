@@ -10,8 +10,7 @@ from harness import cli
 from harness.reports.tables import NONE, Table
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
-from harness.studies.checks import check_net
-from harness.studies.choices import make_net
+from harness.studies.choices import check_net, make_net
 from lit_modules import nets
 from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observe, resolve
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 from apprentice.errors import BadInput
 from harness.cli.messages import one_line
 from harness.reports.report import Report
-from harness.runs import calls, environment, signals
+from harness.runs import environment, signals
 from harness.runs.files import read_text, write_json
 from harness.runs.progress import clock
 from harness.runs.quiet import notice
@@ -71,7 +71,7 @@ class Study(Generic[Row]):
                 self._check_same(before, how)
                 self.rows = {row[self.key]: row for row in before["rows"]}
         run.describe()
-        self.header["commits"] = calls.commits(self.out)
+        self.header["commits"] = environment.commits(self.out)
 
     def _check_same(self, before: Mapping[str, Any], how: Iterable[str]) -> None:
         rows = f"the rows in {self.out} were measured"
@@ -143,7 +143,7 @@ class Study(Generic[Row]):
 
     def finish(self, report: Report, failed: bool = False) -> None:
         """Save the report and print it; exit with 1 if a case or the study `failed`."""
-        report.save(self.out, self.header["experiment"], calls.commands(self.out))
+        report.save(self.out, self.header["experiment"], environment.commands(self.out))
         print(f"{report.plain()}\n\n{self.out}/{self.files}")
         if self.failed or failed:
             raise SystemExit(1)

@@ -20,6 +20,7 @@ from harness.runs import environment, signals
 from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
 from strategies.base import failures
+from strategies.base.launchers import end_with_parent
 
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
 DURATION = (
@@ -100,6 +101,7 @@ def call_isolated(function: Callable[[], object], threads: int) -> None:
         file = Path(folder) / "error"
 
         def call(_rank: int) -> None:
+            end_with_parent()
             torch.set_num_threads(threads)
             with failures.send_errors(file):
                 function()

@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
         ):
             return F.scaled_dot_product_attention(*call)
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
 
 

@@ -114,7 +114,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
 class Mean(nn.Module):
     """The mean over positions: (B, C, H, W) -> (B, C)."""
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3))
 
 

@@ -5,11 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight, widen
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import MapsObjective
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight, widen
+from lit_modules.objectives.stages import MapsObjective
 
 
 class AttentionTransfer(MapsObjective):
@@ -33,7 +30,7 @@ class AttentionTransfer(MapsObjective):
         self.at_weight, self.ce_weight = weight("at_weight", at_weight), weight("ce_weight", ce_weight)
         self.squared = squared
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         super().build(student, teacher)
         self.check_positions()
 
@@ -41,8 +38,8 @@ class AttentionTransfer(MapsObjective):
         """Return (b, H * W), the attention vectors of maps (b, C, H, W)."""
         return _attention(maps)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        differences = [_attention(f_s) - q_t for f_s, q_t in self.pairs(student, teacher)]
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+        differences = [_attention(f_s) - q_t for f_s, q_t in self.maps(student, teacher)]
         distances = [d.square().mean(1) if self.squared else d.norm(dim=1) for d in differences]
         at = Term(sum(distances[1:], distances[0]), self.at_weight)
         return {"at": at, "ce": ce_term(student, labels, self.ce_weight)}

@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, positive, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, positive, space, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
-from lit_modules.objectives.search import Log, space
 
 ORDER = 2  # of the expansion, as in the paper's experiments
 
@@ -37,10 +34,9 @@ class CC(EmbeddingObjective):
         self.gamma = positive("gamma", gamma)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for embeddings of one value."""
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         k_s, k_t = (_correlations(e, self.gamma) for e in self.embeddings(student, teacher))
         cc = Term((k_s - k_t).square().mean(1), self.cc_weight)
         return {"cc": cc, "ce": ce_term(student, labels, self.ce_weight)}

@@ -6,10 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import FeatureObjective, Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import FeatureObjective, Log, Outputs, Term, ce_term, space, weight
 
 
 class Cosine(FeatureObjective):
@@ -33,13 +30,12 @@ class Cosine(FeatureObjective):
         self.cosine_weight, self.ce_weight = weight("cosine_weight", cosine_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for features of one value."""
         for flag, features in zip(("student_layer", "teacher_layer"), self.features(student, teacher), strict=True):
             if features.flatten(1).shape[1] < 2:
                 expected = "a layer of more than one value, whose cosine would be 1 or -1 and has no gradient"
                 raise BadInput(flag, getattr(self, flag), expected)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         f_s, f_t = (f.flatten(1) for f in self.features(student, teacher))
         size = min(f_s.shape[1], f_t.shape[1])
         f_s, f_t = (F.adaptive_avg_pool1d(f[:, None], size)[:, 0] if f.shape[1] > size else f for f in (f_s, f_t))

@@ -9,11 +9,8 @@ from torch.nn import functional as F
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, positive, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, positive, space, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
-from lit_modules.objectives.search import Log, space
 
 DIMENSIONS = 128  # of the space in which student and teacher are compared
 EPS = 1e-7
@@ -71,7 +68,7 @@ class CRD(EmbeddingObjective):
             raise BadInput("temperature", temperature, "a number from 0.02, whose scores float32 holds, to 1e6")
         self.temperature, self.negatives = temperature, int(positive("negatives", negatives))
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         if (samples := self.place.samples) is None:
             raise BadInput("", "CRD", "a data module whose batches name their samples")
         if student.logits.dim() != 2:
@@ -84,7 +81,6 @@ class CRD(EmbeddingObjective):
         self.register_buffer("normalisers", torch.zeros(2))
 
     def teacher_parts(self) -> list[nn.Module]:
-        """Return the teacher's linear map."""
         return [self.head_t]
 
     def adapt(self, student: Outputs) -> Outputs:
@@ -97,7 +93,7 @@ class CRD(EmbeddingObjective):
         path = self.teacher_layer
         return teacher.with_features({path: self.head_t(teacher.features[path].flatten(1))})
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         sides = enumerate(self._scores(student, teacher, labels))
         contrasts = [_contrast(*side, self._normaliser(i, *side), len(self.classes)) for i, side in sides]
         crd = Term(contrasts[0] + contrasts[1], self.crd_weight, labelled=True)

@@ -1,12 +1,9 @@
 """No distillation: the control for every other method."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, widen
-from lit_modules.objectives.search import Linear, space
+from lit_modules.objectives.base import Linear, Objective, Outputs, Term, ce_term, cross_entropy, space
 
 
 class CrossEntropy(Objective):
@@ -26,19 +23,8 @@ class CrossEntropy(Objective):
             raise BadInput("label_smoothing", label_smoothing, "a share of 0 or more, below 1")
         self.label_smoothing = label_smoothing
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         if not self.label_smoothing:
             return {"ce": ce_term(student, labels, 1.0)}
         smooth = cross_entropy(student.logits, labels, self.label_smoothing)
         return {"smooth": Term(smooth, 1.0, labelled=True), "ce": ce_term(student, labels, 0.0)}
-
-
-def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
-    """Return the cross-entropy of the student's logits with the labels as a term."""
-    return Term(cross_entropy(student.logits, labels), weight, is_ce=True, labelled=True)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return (b, ...), cross-entropies of logits (b, ..., classes) with labels (b, ...); 0 where a label is -100."""
-    z, y = widen(logits).flatten(0, -2), labels.flatten()
-    return F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing).view_as(labels)

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, positive, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, positive, space, weight
 from lit_modules.objectives.logits import LogitObjective, temper
-from lit_modules.objectives.search import Log, space
 
 LEAST, RANGE, FIRST = 1.0, 20.0, 1.0  # T = LEAST + RANGE * sigmoid(theta), theta = FIRST at first: T is 15.6
 
@@ -48,7 +45,7 @@ class CTKD(LogitObjective):
         """Add T (b,) to the student's outputs."""
         return student.with_features({"temperature": self.curriculum(len(student.logits))})
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         assert teacher is not None
         t = student.features["temperature"]
         reversal = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2  # lambda

@@ -6,11 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, weight
-from lit_modules.objectives.cross_entropy import ce_term, cross_entropy
+from lit_modules.objectives.base import Choice, Log, Outputs, Term, ce_term, cross_entropy, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective, temper
-from lit_modules.objectives.search import Choice, Log, space
 
 
 class DeiTToken(LogitObjective):
@@ -61,7 +58,7 @@ class DeiTToken(LogitObjective):
         if self.kind == "soft":
             super().build(student, teacher)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         assert teacher is not None
         z_token, z_class = (student.features[path] for path in self.student_layers.values())
         if self.kind == "hard":

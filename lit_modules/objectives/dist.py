@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.logits import LogitObjective
-from lit_modules.objectives.search import Log, space
 
 EPS = 1e-8
 
@@ -55,7 +52,7 @@ class DIST(LogitObjective):
             raise BadInput("inter_weight", self.inter_weight, f"0, as there are {classes} classes: {why}")
         self.fewest_related = 3 if self.intra_weight and student.logits.dim() == 2 else 1
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.temper(student, teacher))  # tokens are samples
         inter = (1 - _correlation(p_s, p_t)).view(labels.shape)
         if (counts := self.place.counted) is not None:

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.logits import (
     LogitObjective,
     check_classes,
@@ -14,7 +12,6 @@ from lit_modules.objectives.logits import (
     split_at_label,
     warmup_share,
 )
-from lit_modules.objectives.search import Log, space
 
 
 class DKD(LogitObjective):
@@ -57,11 +54,10 @@ class DKD(LogitObjective):
         self.warmup = check_warmup(warmup)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "DKD")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         student_split, teacher_split = (split_at_label(z, labels) for z in self.temper(student, teacher))
         target = divergence(*(torch.stack(split[:2], -1) for split in (teacher_split, student_split)))
         # Both logarithms of the label's class are 0, so that their difference counts nothing.

@@ -5,10 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, kl, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import Log, Objective, Outputs, Term, ce_term, kl, space, weight
 
 
 class DML(Objective):
@@ -34,7 +31,7 @@ class DML(Objective):
         self.peers = peers
         self.mutual_weight, self.ce_weight = weight("mutual_weight", mutual_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         log_s = F.log_softmax(student.logits, -1)
         divergences = [kl(F.log_softmax(self.place.peers[peer].logits, -1), log_s) for peer in self.peers]
         mutual = Term(torch.stack(divergences).mean(0), self.mutual_weight)

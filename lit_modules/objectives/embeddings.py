@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import FeatureObjective
+from lit_modules.objectives.base import FeatureObjective, Outputs
 
 
 class EmbeddingObjective(FeatureObjective):

@@ -1,17 +1,15 @@
 """FitNets (Romero et al. 2015, "FitNets: Hints for Thin Deep Nets", arXiv:1412.6550), in one phase."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.layers import MIDDLE
-from lit_modules.objectives.base import FeatureObjective, Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import check_map
-from lit_modules.objectives.search import Choice, Log, space
+from lit_modules.objectives.base import Choice, Log, Outputs, space
+from lit_modules.objectives.hint import Hint
+from lit_modules.objectives.stages import check_map
 
 
-class FitNet(FeatureObjective):
+class FitNet(Hint):
     """hint_weight * MSE(regressor(F_s), F_t) + ce_weight * CE, for maps of any sizes (equation 3).
 
     The regressor is a trained convolution, BatchNorm and ReLU. Its kernel depends on the maps' sizes: 3 x 3 with stride
@@ -45,10 +43,9 @@ class FitNet(FeatureObjective):
         student_layer: str = MIDDLE,
         teacher_layer: str = MIDDLE,
     ) -> None:
-        super().__init__(student_layer, teacher_layer)
-        self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
+        super().__init__(hint_weight, ce_weight, student_layer=student_layer, teacher_layer=teacher_layer)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         f_s, f_t = self.features(student, teacher)
         check_map("student_layer", self.student_layer, f_s)
         check_map("teacher_layer", self.teacher_layer, f_t)
@@ -57,15 +54,6 @@ class FitNet(FeatureObjective):
             sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
             raise BadInput("student_layer", self.student_layer, f"maps not higher and less wide than others; {sizes}")
         self.regressor = nn.Sequential(_convolution(c_s, c_t, size_s, size_t), nn.BatchNorm2d(c_t), nn.ReLU())
-
-    def adapt(self, student: Outputs) -> Outputs:
-        """Replace the student's maps by the regressor's (b, C_t, H_t, W_t)."""
-        return student.with_features({self.student_layer: self.regressor(student.features[self.student_layer])})
-
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        f_s, f_t = self.features(student, teacher)
-        distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
-        return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}
 
 
 def _covers(size: list[int], other: list[int]) -> bool:

@@ -5,10 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import FeatureObjective, Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import FeatureObjective, Log, Outputs, Term, ce_term, space, weight
 
 
 class Hint(FeatureObjective):
@@ -23,13 +20,14 @@ class Hint(FeatureObjective):
         BadInput: in `build`, the two layers' maps differ in height or width.
     """
 
+    regressor: nn.Module
     search = space(hint_weight=Log(0.025, 25))
 
     def __init__(self, hint_weight: float = 0.25, ce_weight: float = 0.75, **layers: Any) -> None:
         super().__init__(**layers)
         self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         f_s, f_t = self.features(student, teacher)
         if f_s.dim() != 4 or f_s.shape[2:] != f_t.shape[2:]:
             sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
@@ -40,7 +38,7 @@ class Hint(FeatureObjective):
         """Replace the student's maps by the regressor's (b, C_t, H, W)."""
         return student.with_features({self.student_layer: self.regressor(student.features[self.student_layer])})
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         f_s, f_t = self.features(student, teacher)
         distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
         return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}

@@ -3,11 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
-from lit_modules.objectives.search import Log, space
 
 
 class Hinton(LogitObjective):
@@ -32,7 +29,7 @@ class Hinton(LogitObjective):
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
         self.teacher_entropy = teacher_entropy
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
         soft = kl(log_t, log_s)
         if self.teacher_entropy:

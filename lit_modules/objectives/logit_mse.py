@@ -2,11 +2,8 @@
 
 from torch import Tensor
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.logits import LogitObjective
-from lit_modules.objectives.search import Log, space
 
 
 class LogitMSE(LogitObjective):
@@ -24,7 +21,7 @@ class LogitMSE(LogitObjective):
         super().__init__(standardize=standardize)
         self.mse_weight, self.ce_weight = weight("mse_weight", mse_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         z_s, z_t = self.temper(student, teacher)
         mse = Term((z_s - z_t).square().mean(-1), self.mse_weight)
         return {"mse": mse, "ce": ce_term(student, labels, self.ce_weight)}

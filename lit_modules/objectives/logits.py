@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS
-from lit_modules.objectives.base import Objective, check_temperature
+from lit_modules.objectives.base import Objective, Outputs, check_temperature
 
 EPS = 1e-7
 
@@ -31,7 +30,7 @@ class LogitObjective(Objective):
         super().__init__()
         self.temperature, self.standardize = check_temperature(temperature), standardize
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         if self.standardize and (classes := student.logits.shape[-1]) < 3:
             why = "standardised logits of two are always 0.707 and -0.707, and have no gradient"
             raise BadInput("standardize", True, f"at least 3 classes, not {classes}: {why}")

@@ -3,11 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, check_temperature, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
 from lit_modules.objectives.logits import LogitObjective, check_classes, pick_label, split_at_label, temper
-from lit_modules.objectives.search import Log, space
 
 
 class NKD(LogitObjective):
@@ -44,11 +41,10 @@ class NKD(LogitObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "NKD")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         assert teacher is not None
         log_s, log_t = (F.log_softmax(temper(x, 1.0, self.standardize), -1) for x in (student, teacher))
         target = -pick_label(log_t, labels).exp() * pick_label(log_s, labels)

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight, widen
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import MapsObjective
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight, widen
+from lit_modules.objectives.stages import MapsObjective
 
 
 class NST(MapsObjective):
@@ -34,7 +31,7 @@ class NST(MapsObjective):
         super().__init__(**layers)
         self.nst_weight, self.ce_weight = weight("nst_weight", nst_weight), weight("ce_weight", ce_weight)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         super().build(student, teacher)
         self.check_positions()
 
@@ -42,8 +39,8 @@ class NST(MapsObjective):
         """Return (b, C, H * W), each channel's map divided by its length."""
         return _selectivity(maps)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
-        pairs = [(_selectivity(f_s), x_t) for f_s, x_t in self.pairs(student, teacher)]
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+        pairs = [(_selectivity(f_s), x_t) for f_s, x_t in self.maps(student, teacher)]
         discrepancies = [_kernel(x_t, x_t) + _kernel(x_s, x_s) - 2 * _kernel(x_s, x_t) for x_s, x_t in pairs]
         nst = Term(sum(discrepancies[1:], discrepancies[0]), self.nst_weight)
         return {"nst": nst, "ce": ce_term(student, labels, self.ce_weight)}

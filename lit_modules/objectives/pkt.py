@@ -4,11 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
-from lit_modules.objectives.search import Log, space
 
 EPS = 1e-7
 
@@ -33,10 +30,9 @@ class PKT(EmbeddingObjective):
         self.pkt_weight, self.ce_weight = weight("pkt_weight", pkt_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for embeddings of one value."""
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         p_s, p_t = (_similarities(e) for e in self.embeddings(student, teacher))
         pkt = Term((p_t * ((p_t + EPS) / (p_s + EPS)).log()).mean(1), self.pkt_weight)
         return {"pkt": pkt, "ce": ce_term(student, labels, self.ce_weight)}

@@ -3,11 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, kl, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
-from lit_modules.objectives.search import Log, space
 
 
 class ReverseKL(LogitObjective):
@@ -31,7 +28,7 @@ class ReverseKL(LogitObjective):
         super().__init__(temperature, standardize)
         self.reverse_weight, self.ce_weight = weight("reverse_weight", reverse_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
         reverse = Term(kl(log_s, log_t) * self.temperature**2, self.reverse_weight)
         return {"reverse": reverse, "ce": ce_term(student, labels, self.ce_weight)}

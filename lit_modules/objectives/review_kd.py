@@ -6,13 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.layers import resolve
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import Size, check_map, pool_to
-from lit_modules.objectives.search import Log, space
-from lit_modules.objectives.stages import StagesObjective, number_layers
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.stages import Size, StagesObjective, check_map, number_layers, pool_to
 
 POOLS = (4, 2, 1)  # heights and widths of HCL's coarser maps
 WIDEST = 512  # channels of fused maps
@@ -61,7 +57,7 @@ class ReviewKD(StagesObjective):
         self.student_layers = number_layers("student_stages", student_paths)
         self.teacher_layers = number_layers("teacher_stages", teacher_paths)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         assert teacher is not None
         for layers, outputs in ((self.student_layers, student), (self.teacher_layers, teacher)):
             for option, path in layers.items():
@@ -74,7 +70,6 @@ class ReviewKD(StagesObjective):
         )
 
     def parts(self) -> list[nn.Module]:
-        """Return one fusion for each level."""
         return list(self.fusions)
 
     def adapt(self, student: Outputs) -> Outputs:
@@ -85,7 +80,7 @@ class ReviewKD(StagesObjective):
             fused[f"fused.{number}"], deeper = self.fusions[number](x, deeper, self.sizes[number])
         return student.with_features(fused)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         total = torch.zeros(())
         for number, (_, f_t) in enumerate(self.pairs(student, teacher)):
             total = total + _hcl(student.features[f"fused.{number}"], _as_map(f_t))

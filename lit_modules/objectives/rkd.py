@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
-from lit_modules.objectives.search import Log, space
 
 SAME = 1e-6  # distance below which two embeddings have no direction between them
 
@@ -45,11 +42,10 @@ class RKD(EmbeddingObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for angles of embeddings of one value."""
         if self.angle_weight:
             self.check_directions(student, "angle_weight", self.angle_weight, "0")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         e_s, e_t = self.embeddings(student, teacher)
         distances = F.smooth_l1_loss(_distances(e_s), _distances(e_t), reduction="none").mean(1)
         terms = {"distance": Term(distances, self.distance_weight)}

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, check_temperature, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
 from lit_modules.objectives.logits import (
     LogitObjective,
     check_classes,
@@ -17,7 +15,6 @@ from lit_modules.objectives.logits import (
     temper,
     warmup_share,
 )
-from lit_modules.objectives.search import Log, space
 
 
 class RLD(LogitObjective):
@@ -61,11 +58,10 @@ class RLD(LogitObjective):
         self.warmup = check_warmup(warmup)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        """Raise BadInput for two classes."""
         super().build(student, teacher)
         check_classes(student, "RLD")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         assert teacher is not None
         z_s, z_t = (temper(x, self.scd_temperature, self.standardize) for x in (student, teacher))
         splits = split_at_label(z_t, z_t.argmax(-1)), split_at_label(z_s, labels)

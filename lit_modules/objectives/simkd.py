@@ -4,9 +4,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.reused import ReusedClassifier
-from lit_modules.objectives.base import FeatureObjective, Term
+from lit_modules.objectives.base import FeatureObjective, Outputs, Term
 
 
 class SimKD(FeatureObjective):
@@ -24,13 +23,12 @@ class SimKD(FeatureObjective):
         super().__init__()
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
-        """Wrap the net's layers, a projector and the teacher's classifier into a `ReusedClassifier`."""
         try:
             return ReusedClassifier(net, teacher, tuple(example.shape[1:]))
         except BadInput as fault:
             raise BadInput("", "SimKD", f"as {fault.argument} {fault.expected}; it is {fault.value}") from None
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         f_s, f_t = self.features(student, teacher)
         if f_t.shape[2:] != f_s.shape[2:]:
             f_t = F.adaptive_avg_pool2d(f_t, (f_s.shape[2], f_s.shape[3]))

@@ -3,12 +3,9 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.layers import DEFAULT_LAYER
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
-from lit_modules.objectives.search import Log, space
 
 
 class SP(EmbeddingObjective):
@@ -37,7 +34,7 @@ class SP(EmbeddingObjective):
         super().__init__(student_layer, teacher_layer)
         self.sp_weight, self.ce_weight = weight("sp_weight", sp_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         g_s, g_t = (F.normalize(f @ f.T) for f in self.embeddings(student, teacher))
         sp = Term((g_s - g_t).square().mean(1), self.sp_weight)
         return {"sp": sp, "ce": ce_term(student, labels, self.ce_weight)}

@@ -6,8 +6,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, merge_views, select_view, weight
+from lit_modules.objectives.base import Objective, Outputs, Term, merge_views, select_view, weight
 
 
 class Sum(Objective):
@@ -53,24 +52,21 @@ class Sum(Objective):
         return wrapped[0] if wrapped else net
 
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
-        """Let each part choose its layers."""
         for i, objective in self._parts():
             with naming(f"objectives.{i}"):
                 objective.choose(student, teacher)
         self._name_layers()
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         for i, objective in self._parts():
             with naming(f"objectives.{i}"):
                 objective.build(student, teacher)
         self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
 
     def parts(self) -> list[nn.Module]:
-        """Return the parts of all objectives."""
         return [part for _, objective in self._parts() for part in objective.parts()]
 
     def teacher_parts(self) -> list[nn.Module]:
-        """Return the teacher's parts of all objectives."""
         return [part for _, objective in self._parts() for part in objective.teacher_parts()]
 
     def adapt(self, student: Outputs) -> Outputs:
@@ -86,14 +82,14 @@ class Sum(Objective):
         views = {i: o.adapt_teacher(select_view(i, teacher)) for i, o in self._parts()}
         return teacher.with_features(merge_views(teacher, views))
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         return {
             f"{i}.{name}": term._replace(weight=term.weight * self.weights[int(i)])
             for i, objective in self._parts()
             for name, term in objective(select_view(i, student), teacher and select_view(i, teacher), labels).items()
         }
 
-    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:  # noqa: D102
+    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
         for i, objective in self._parts():
             objective.after_batch(select_view(i, student), teacher and select_view(i, teacher), labels)
 

@@ -6,11 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Objective, Term, check_temperature, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Linear, Log, Objective, Outputs, Term, ce_term, check_temperature, space, weight
 from lit_modules.objectives.logits import pick_label
-from lit_modules.objectives.search import Linear, Log, space
 
 
 class TfKD(Objective):
@@ -37,7 +34,7 @@ class TfKD(Objective):
             raise BadInput("alpha", alpha, "a number from 0 to 1")
         self.alpha, self.correct, self.temperature = alpha, correct, check_temperature(temperature)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         log_p = F.log_softmax(student.logits / self.temperature, -1)
         count = log_p.shape[-1] - 1
         high, low = (math.log(u) / self.temperature for u in (self.correct, (1 - self.correct) / count))

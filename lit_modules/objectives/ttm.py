@@ -4,11 +4,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.logits import LogitObjective
-from lit_modules.objectives.search import Log, space
 
 
 class TTM(LogitObjective):
@@ -42,7 +39,7 @@ class TTM(LogitObjective):
         self.gamma, self.weighted = gamma, weighted
         self.ttm_weight, self.ce_weight = weight("ttm_weight", ttm_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
         powers = self.gamma * log_t
         size = powers.logsumexp(-1, keepdim=True)  # logarithm of the sum of the powers

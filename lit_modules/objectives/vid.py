@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
-from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.cross_entropy import ce_term
-from lit_modules.objectives.maps import MapsObjective, pool_to
-from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.stages import MapsObjective, pool_to
 
 FIRST_VARIANCE, EPS = 5.0, 1e-5
 
@@ -36,13 +33,12 @@ class VID(MapsObjective):
         super().__init__(**layers)
         self.vid_weight, self.ce_weight = weight("vid_weight", vid_weight), weight("ce_weight", ce_weight)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:  # noqa: D102
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
         super().build(student, teacher)
-        pairs = super(MapsObjective, self).pairs(student, teacher)
+        pairs = self.pairs(student, teacher)
         self.gaussians = nn.ModuleList(_Gaussian(f_s.shape[1], f_t.shape[1]) for f_s, f_t in pairs)
 
     def parts(self) -> list[nn.Module]:
-        """Return one Gaussian for each layer."""
         return list(self.gaussians)
 
     def adapt(self, student: Outputs) -> Outputs:
@@ -53,9 +49,9 @@ class VID(MapsObjective):
             added[f"mean.{number}"], added[f"variance.{number}"] = gaussian(pool_to(student.features[path], size))
         return student.with_features(added)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:  # noqa: D102
+    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         total = torch.zeros(())
-        for number, (_, f_t) in enumerate(self.pairs(student, teacher)):
+        for number, (_, f_t) in enumerate(self.maps(student, teacher)):
             mean, v = student.features[f"mean.{number}"], student.features[f"variance.{number}"]
             total = total + ((mean - f_t).square() / v + v.log()).mean((1, 2, 3)) / 2  # (b,)
         return {"vid": Term(total, self.vid_weight), "ce": ce_term(student, labels, self.ce_weight)}

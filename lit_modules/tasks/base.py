@@ -9,7 +9,7 @@ from torch import Tensor
 from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.recorded import Recorded
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.metric import Metric
 from lit_modules.tasks.scores import Scores
 

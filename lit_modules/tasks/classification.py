@@ -11,8 +11,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import widen
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.base import cross_entropy, widen
 from lit_modules.tasks.base import Range, Task, check_classes
 from lit_modules.tasks.metric import Metric
 from lit_modules.tasks.scores import ExactMean, Scores
@@ -66,11 +65,9 @@ class Classification(Task):
 
     @classmethod
     def of_data(cls, data: Any, metric: str | None = None) -> "Classification":
-        """The task of a data module with `num_classes`."""
         return cls(data.num_classes, cast("ClassMetric", metric or "accuracy"))
 
     def scores(self) -> "ClassScores":
-        """New evaluation scores of a run."""
         return ClassScores(self.num_classes, self.scored)
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
@@ -85,7 +82,6 @@ class Classification(Task):
         return {"right": values["right"] != 0, "predicted": predicted, "labels": labels}
 
     def average_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Also the calibration error."""
         return {"ece": calibration_error(values["confidence"], values["right"]), **super().average_samples(values)}
 
 
@@ -121,7 +117,6 @@ class ClassScores(Scores):
             self.hits = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add b samples: logits (b, classes), labels (b,)."""
         self.confusion.update(logits, labels)
         self.loss.update(cross_entropy(logits, labels))
         if self.metric == "top5":
@@ -143,14 +138,11 @@ class ClassScores(Scores):
         return (share / whole)[whole > 0].mean()
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Accuracy: whether the largest logit is the label's."""
         return {"acc": logits.detach().argmax(1) == labels}
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Whether it is right, the class that is predicted, that class's probability, and the label."""
         predicted, confidence = logits.argmax(1), widen(logits).softmax(1).amax(1)
         return {"right": predicted == labels, "predicted": predicted, "confidence": confidence, "label": labels}
 
     def confusion_matrix(self) -> Tensor:
-        """Counts (classes, classes) over all ranks with the truth in rows."""
         return self.confusion.compute().cpu()

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import widen
-from lit_modules.objectives.cross_entropy import cross_entropy
+from lit_modules.objectives.base import cross_entropy, widen
 from lit_modules.tasks.base import TOKENS, Range, Task, check_classes
 from lit_modules.tasks.metric import Metric
 from lit_modules.tasks.scores import ExactMean, Scores
@@ -48,7 +47,6 @@ class Tokens(Task):
         return cls(data.tokens_per_character)
 
     def scores(self) -> "TokenScores":
-        """New evaluation scores of a run."""
         return TokenScores(self.tokens_per_character)
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
@@ -85,17 +83,14 @@ class TokenScores(Scores):
         self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add the tokens of b texts: logits (b, T, V), labels (b, T)."""
         losses = F.cross_entropy(widen(logits).flatten(0, 1), labels.flatten(), reduction="none")
         self.loss.update(losses[label_mask(labels).flatten()])
 
     def compute(self) -> dict[str, Tensor]:
-        """{"loss", "bpc", "perplexity"} over all ranks."""
         loss = self.loss.compute()
         return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        """Bits per character, (b, T)."""
         return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

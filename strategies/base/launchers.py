@@ -25,7 +25,7 @@ from strategies.base.private import (
     SubprocessScriptLauncher,
     TunerExit,
     WorkerOutput,
-    end_with_parent,
+    set_signal_of_parents_end,
 )
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ForkLauncher(MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         if signal.getsignal(signal.SIGTERM) == self._forward_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end_with_parent(signal.SIGKILL)  # Linux kills it when its parent dies
+        end_with_parent()
         if process_idx:
             self._strategy.close_socket()  # so that nobody answers when rank 0 has died
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # keeps Lightning from choosing a number
@@ -172,6 +172,14 @@ class ForkLauncher(MultiProcessingLauncher):
         fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process, which multiprocessing has started, when its parent ends; now, if it has ended."""
+    set_signal_of_parents_end(signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(128 + signal.SIGKILL)
 
 
 def _interrupt_once(*_: Any) -> None:

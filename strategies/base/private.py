@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import _ModuleMode as ModuleMode
 from torch.distributed._composable_state import _module_state_mapping as module_state_mapping
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as end_with_parent  # type: ignore[attr-defined]
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_signal_of_parents_end  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path

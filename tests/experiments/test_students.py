@@ -16,8 +16,8 @@ from harness import cli
 from harness.reports.figures import _spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import combine
+from harness.runs.plans import arms
 from harness.studies import zoo
-from harness.studies.arms import arms
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
 from lit_modules.objectives.cross_entropy import ce_term

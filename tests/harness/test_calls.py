@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.runs import calls
-from harness.runs.calls import checkout, commits, facts
+from harness.runs import environment
+from harness.runs.environment import checkout, commits, facts
 from harness.runs.files import write_json
 
 UNKNOWN = {"commit": None, "dirty": None, "changed": None}
@@ -63,12 +63,12 @@ def test_a_slow_git_is_not_waited_for(repository: Path, tmp_path: Path, monkeypa
     (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(calls, "GIT_SECONDS", 0.1)
+    monkeypatch.setattr(environment, "GIT_SECONDS", 0.1)
     assert checkout(repository / "00.py") == UNKNOWN
 
 
 def test_each_call_adds_its_command_line(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(calls, "checkout", lambda _: {"commit": "ab", "dirty": True, "changed": ["x"]})
+    monkeypatch.setattr(environment, "checkout", lambda _: {"commit": "ab", "dirty": True, "changed": ["x"]})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for argv in (["--variants.t8", "Hinton", "--data.root", "a b"], ["--resume", "true"]):
         write_json(tmp_path / "environment.json", facts(tmp_path, "kd.py", argv))
@@ -92,7 +92,7 @@ def test_each_call_adds_its_command_line(tmp_path: Path, monkeypatch: Any) -> No
 
 @pytest.mark.parametrize("content", ["", "[" * 99999, "[1]", "{}", '{"calls": null}', '{"calls": [3]}', b"\xff"])
 def test_calls_that_are_not_known_are_null(tmp_path: Path, content: str | bytes, monkeypatch: Any) -> None:
-    monkeypatch.setattr(calls, "checkout", lambda _: {"commit": "ab", "dirty": False, "changed": []})
+    monkeypatch.setattr(environment, "checkout", lambda _: {"commit": "ab", "dirty": False, "changed": []})
     path = tmp_path / "environment.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     write_json(path, facts(tmp_path, "kd.py", []))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from datamodules import ImageFolder, fingerprints
 from experiments import compare, kd, quantize
-from harness.runs import samples
+from harness.runs import folders
 from harness.runs.files import write_json
 from tests.commands import results
 from tests.datamodules.test_image_folder import picture
@@ -94,11 +94,11 @@ def test_other_times_of_a_large_set_are_told(
     begun: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fingerprints, "READ", 10)
-    before, now = (samples.describe_samples(ImageFolder(place / "set")) for place in (begun, folder))
-    write_json(tmp_path / samples.FILE, before)
-    samples.check_samples(tmp_path, before)
+    before, now = (folders.describe_samples(ImageFolder(place / "set")) for place in (begun, folder))
+    write_json(tmp_path / folders.SAMPLES, before)
+    folders.check_samples(tmp_path, before)
     assert capsys.readouterr().out == ""
-    samples.check_samples(tmp_path, now)
+    folders.check_samples(tmp_path, now)
     assert capsys.readouterr().out == (
         "ImageFolder: files of train, validation, test have other times than when the run began; names and sizes are "
         "the same, and the content of 1024 files of each\n"

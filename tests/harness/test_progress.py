@@ -13,10 +13,9 @@ from experiments import kd
 from harness import cli
 from harness.runs import progress
 from harness.runs.plans import FitPlan
-from harness.runs.progress import Display, Lines, is_live
+from harness.runs.progress import Display, Lines, estimate_rest, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
-from harness.runs.remaining import estimate_rest
 from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal

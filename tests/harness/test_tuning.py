@@ -23,7 +23,6 @@ from harness.runs.session import session
 from harness.studies import bakeoff, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
-from harness.studies.tuning import rungs
 from tests.commands import results
 from tests.figures import sketch
 from tests.grids import mostly_slow
@@ -312,8 +311,8 @@ PHASES: dict[str, tuple[Any, ...]] = {
     "first rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed7/teacher.json"),
     "first rung, trained and not recorded": (records, "write_json", 1, False, "seed7/teacher.json"),
     "second seed's teacher": (SafePoints, "on_train_batch_start", 3, True, "seed7/rung1.json"),
-    "before a checkpoint is carried on": (rungs, "carry", 1, False),
-    "after it": (rungs, "carry", 1, True),
+    "before a checkpoint is carried on": (tuning, "carry", 1, False),
+    "after it": (tuning, "carry", 1, True),
     "second rung, between a checkpoint's write and its rename": (Path, "replace", 1, False, "seed7/rung2.ckpt"),
     "last rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed8/rung2.json"),
     "all rungs done": (tuning.Tuning, "facts", 1, False),

@@ -12,8 +12,8 @@ import torch
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.session import Session
-from harness.studies.tuning import Tuning, rungs, spaces, waves
-from lit_modules.objectives.search import Choice, Linear, Log
+from harness.studies.tuning import Tuning, best_trials, rung_ends, spaces, waves
+from lit_modules.objectives.base import Choice, Linear, Log
 from lit_modules.tasks import ACCURACY, BITS
 
 SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN"]
@@ -127,13 +127,13 @@ def test_peers_are_tried_with_the_same_number(run: Any) -> None:
 
 
 def test_rungs_are_thirds_and_half_of_the_settings_go_on() -> None:
-    assert [rungs.ends(epochs) for epochs in (1, 2, 3, 10, 240)] == [
+    assert [rung_ends(epochs) for epochs in (1, 2, 3, 10, 240)] == [
         [1], [1, 2], [1, 2, 3], [4, 7, 10], [80, 160, 240],
     ]  # fmt: skip
     scores = {0: 0.5, 1: None, 2: 0.9, 3: 0.5, 4: 0.1}
-    assert rungs.best(scores, ACCURACY, 3) == [0, 2, 3]
-    assert rungs.best(scores, ACCURACY, 4) == [0, 2, 3, 4]
-    assert rungs.best(scores, BITS, 2) == [0, 4]
+    assert best_trials(scores, ACCURACY, 3) == [0, 2, 3]
+    assert best_trials(scores, ACCURACY, 4) == [0, 2, 3, 4]
+    assert best_trials(scores, BITS, 2) == [0, 4]
 
 
 def test_memory_decides_how_many_train_side_by_side(

@@ -6,7 +6,7 @@ import pytest
 
 from lit_modules import objectives
 from lit_modules.objectives import Objective
-from lit_modules.objectives.search import Choice, Linear, Log
+from lit_modules.objectives.base import Choice, Linear, Log
 
 ABSTRACT = {"Objective", "FeatureObjective", "LogitObjective", "EmbeddingObjective", "StagesObjective"}
 NEEDED = {"DML": {"peers": ["b"]}, "Sum": {"objectives": [objectives.Hinton()]}}

@@ -1,5 +1,6 @@
 """A fit that fails: hooks run in the ranks that have trained, so that a crash checkpoint holds what they had."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -19,8 +20,9 @@ from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
+from strategies.base.launchers import end_with_parent
 from tests.grids import mostly_slow
-from tests.processes import Run, launch
+from tests.processes import CONTEXT, Run, launch
 from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression
 from tests.training import LinesLogger, assert_same, trainer, weights
 
@@ -49,8 +51,6 @@ class Crash(Callback):
 
 
 class Hooks(Callback):
-    """Remembers in files which processes have called it, and the exception."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -59,8 +59,6 @@ class Hooks(Callback):
 
 
 class Finalized(LinesLogger):
-    """Remembers who has finalized it."""
-
     def finalize(self, status: str) -> None:
         self.path.with_suffix(".finalized").open("a").write(f"{os.getpid()} {status}\n")
 
@@ -81,7 +79,6 @@ def saving(folder: Path) -> list[Callback]:
 
 
 def crash(name: str, folder: Path, fault: Crash) -> None:
-    """A fit that fails, whose hooks are called in its ranks."""
     strategy, options = strategies.NAMES[name]
     callbacks = [fault, *saving(folder), Hooks(folder)]
     logger = Finalized(folder / "lines")
@@ -182,8 +179,6 @@ def test_ranks_of_a_launcher_that_fail_together_fit_again(tmp_path: Path) -> Non
 
 
 class Raises(Callback):
-    """Raises an error on rank 1."""
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -210,3 +205,20 @@ def test_the_error_of_a_rank_arrives_as_an_object(error: Exception) -> None:
         assert (cause.argument, cause.value, cause.expected) == (error.argument, str(error.value), error.expected)
     else:
         assert cause is None
+
+
+def fork_and_die(survived: Path) -> None:
+    def outlive() -> None:
+        parent = multiprocessing.parent_process()
+        while parent is not None and os.getppid() == parent.pid:
+            time.sleep(0.01)
+        end_with_parent()
+        survived.touch()
+
+    CONTEXT.Process(target=outlive).start()
+    os._exit(0)
+
+
+def test_a_rank_whose_parent_died_before_it_began_ends(tmp_path: Path) -> None:
+    assert Run(fork_and_die, tmp_path / "survived", log=tmp_path / "log").wait() == 0
+    assert not (tmp_path / "survived").exists()

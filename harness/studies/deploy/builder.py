@@ -19,20 +19,18 @@ from apprentice.weights import read_saved
 from harness import cli
 from harness.cli import sources
 from harness.cli.classes import import_class
-from harness.runs import samples
 from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
 from harness.runs.fit import fit_and_test
+from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
-from harness.studies.checks import check_batch_size, check_net
-from harness.studies.choices import build_net, learner_options, match_classes
+from harness.studies.choices import build_net, check_batch_size, check_net, learner_options, match_classes
 from harness.studies.deploy import formats
-from harness.studies.fits import fit, wait_for_main
-from harness.studies.measure import log_row
+from harness.studies.fits import fit, log_row, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
@@ -233,7 +231,7 @@ class Builder:
         settings = folder / "config.yaml"
         data = sources.load(settings, "run").get("data") if settings.is_file() else None
         if data == self.run.parser.as_dict(self.config)["data"]:
-            samples.check_samples(folder, self.run.samples, "train a student of these")
+            check_samples(folder, self.run.samples, "train a student of these")
 
     def formats(self, net: nn.Module, int8: nn.Module) -> dict[str, nn.Module]:
         """Return the net of each format, in eval mode on the CPU."""

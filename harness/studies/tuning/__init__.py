@@ -8,16 +8,19 @@ import copy
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
 from harness.reports.search import Cost, Search, Setting, Tuned, mean_of_all
-from harness.runs.files import read_text, write_json
+from harness.runs import safepoints
+from harness.runs.files import atomic, read_text, write_json
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, FitPlan, trial_name
 from harness.runs.quiet import notice
@@ -25,8 +28,10 @@ from harness.runs.records import FitRecord, NetRecord, reading
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import judged_by
 from harness.studies.teachers import TEACHER
-from harness.studies.tuning import rungs, spaces
+from harness.studies.tuning import spaces
 from harness.studies.tuning.waves import in_waves
+from lit_modules.distillation import Distillation
+from lit_modules.tasks import Metric
 
 FOLDER, PLAN = "tuning", "plan.json"
 
@@ -64,7 +69,7 @@ class Tuning:
     @cached_property
     def ends(self) -> list[int]:
         """The epochs after which settings are compared."""
-        return rungs.ends(self.config.trainer.init_args["max_epochs"])
+        return rung_ends(self.config.trainer.init_args["max_epochs"])
 
     @cached_property
     def inner(self) -> BakeOff:
@@ -140,7 +145,7 @@ class Tuning:
                 trials = alive[team[0]]
                 of_team = {trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in trials}
                 count = 1 if end == self.ends[-1] else math.ceil(len(of_team) / 2)
-                alive |= dict.fromkeys(team, rungs.best(of_team, self.metric, count))
+                alive |= dict.fromkeys(team, best_trials(of_team, self.metric, count))
         return alive
 
     def facts(self) -> Search:
@@ -153,7 +158,7 @@ class Tuning:
             for trial in trials:
                 last = [of_seed[trial.name] for of_seed in records]
                 options = spaces.options(self.config, trial, searched)
-                scores = [rungs.score(net, self.metric) for net in last]
+                scores = [last_score(net, self.metric) for net in last]
                 settings.append(Setting(options, scores, max(len(net.epochs) for net in last)))
             methods[row] = Tuned(settings, self.best[row])
         return Search(methods, self._cost(), self.ends)
@@ -199,7 +204,7 @@ class Tuning:
                 before = after.with_name(f"{_fit_name(rung - 1, wave)}.ckpt")
                 if before.exists() and not (after.exists() or after.with_suffix(".json").exists()):
                     runs = list(FitRecord.read(before.with_suffix(".json")).nets)
-                    rungs.carry(before, after, runs, [trial.name for trial in trials])
+                    carry(before, after, runs, [trial.name for trial in trials])
                 before.unlink(missing_ok=True)
         self.inner.fit(plan)
 
@@ -223,7 +228,7 @@ class Tuning:
                 path = folder / f"{_fit_name(rung, wave)}.json"
                 if path.exists():
                     for name, net in FitRecord.read(path).nets.items():
-                        scores.setdefault(name, []).append(rungs.score(net, self.metric))
+                        scores.setdefault(name, []).append(last_score(net, self.metric))
         return {name: mean_of_all(of_seeds) for name, of_seeds in scores.items()}
 
     def _plan_waves(self) -> list[list[str]]:
@@ -272,3 +277,40 @@ def load_plan(folder: Path, config: Namespace) -> dict[str, Any]:
 
 def _fit_name(rung: int, wave: int) -> str:
     return f"rung{rung}" if wave == 1 else f"rung{rung}-{wave}"
+
+
+def rung_ends(epochs: int) -> list[int]:
+    """Return the epochs at which settings are compared: after a third, after two thirds, at the end."""
+    return sorted({math.ceil(epochs / 3), math.ceil(2 * epochs / 3), epochs})
+
+
+def best_trials(scores: Mapping[int, float | None], metric: Metric, count: int) -> list[int]:
+    """Return `count` settings with the best scores, in their own order; of equals the first, failed ones last."""
+
+    def rank(trial: int) -> float:
+        score = scores[trial]
+        return math.inf if score is None else -score if metric.higher_is_better else score
+
+    return sorted(sorted(scores, key=rank)[:count])
+
+
+def last_score(net: NetRecord, metric: Metric) -> float | None:
+    """Return the last score of validation in a student's record; None if it failed, or was not validated."""
+    return None if net.failed else metric.last(net.epochs)
+
+
+def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:
+    """Write the checkpoint of a fit for some of its runs, from which they go on alone.
+
+    Args:
+        before: of the fit of all `runs`, in the order of its parameter groups.
+        after: where it is written.
+        runs: names of the runs.
+        kept: those that go on.
+    """
+    state = safepoints.read(before)
+    Distillation.keep_students(state, runs, kept)
+    state["callbacks"]["SafePoints"] |= {"finished": False, "seconds": 0.0}
+    state.pop("hyper_parameters", None)
+    with atomic(after) as temporary:
+        torch.save(state, temporary)

@@ -18,7 +18,7 @@ from harness.cli.messages import near
 from harness.cli.rows import VARIANTS
 from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
-from lit_modules.objectives.search import Choice, Linear, Log, Space
+from lit_modules.objectives.base import Choice, Linear, Log, Space
 
 OPTIMIZER, SEARCH = "optimizer", "search"
 AROUND = 10.0  # the learning rate is searched from a tenth of the given one to ten times it

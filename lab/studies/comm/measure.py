@@ -19,6 +19,7 @@ from lab.strategies import ring
 from lab.studies.comm.cases import WORLD, Backend, Case
 from lab.studies.comm.operations import Member
 from lab.studies.isolation import can_fork, children_end_with_block
+from strategies.base.launchers import end_with_parent
 
 WARMUP = 2  # calls: the first makes connections
 MAX_CALLS = 200  # calls in a block
@@ -67,6 +68,7 @@ class Bench:
 
 
 def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], store: str, sender: Any) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     ring.register()
