@@ -1,4 +1,7 @@
-"""Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project."""
+"""Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project.
+
+Read `base.data_parallel` (how ranks start, meet and end), `exact.exact` (how a batch is run), then a strategy's module.
+"""
 
 from functools import partial
 from pkgutil import resolve_name
