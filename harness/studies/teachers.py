@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
-from harness.cli.classes import import_class
 from harness.runs.nets import check_options, read_classes
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
@@ -43,7 +42,7 @@ def check_head_only(run: Session) -> None:
 
 def _declarations(run: Session) -> type[nets.Net]:
     """Return the class of the teacher or, of one that declares nothing, the base of ours."""
-    net_class = import_class(run.config.teacher.class_path, TEACHER)
+    net_class = run.config.teacher.target
     return net_class if issubclass(net_class, nets.Net) else nets.Net
 
 
