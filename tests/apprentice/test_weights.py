@@ -4,7 +4,7 @@ import torch
 
 from apprentice.weights import check_weights
 from lit_modules.nets import ResNet
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.training import net
 
 
@@ -15,4 +15,4 @@ def test_weights_fit_or_every_fault_is_named() -> None:
         del state[key]
     state |= {"strange": torch.zeros(1), "head.weight": torch.zeros(3, 64)}
     for word in ("FILE", "missing: stem.1.running_mean, head.bias;", "unknown: strange;", "head.weight (3, 64)"):
-        assert word in refusal(check_weights, own, state, "FILE", "run")
+        assert word in bad_input(check_weights, own, state, "FILE", "run")

@@ -24,7 +24,7 @@ import torchvision.datasets
 from apprentice.errors import BadInput
 from datamodules import CIFAR10, CIFAR100, MNIST, FashionMNIST, ImageData, downloaded
 from datamodules.downloaded import Downloaded
-from tests.commands import refusal
+from tests.commands import bad_input
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 Source = torchvision.datasets.CIFAR10
@@ -112,7 +112,7 @@ def mnist(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def refuse(data: ImageData) -> str:
-    return refusal(data.split, "train")  # prepare_data and setup
+    return bad_input(data.split, "train")  # prepare_data and setup
 
 
 def test_cifar_is_downloaded_once(cifar: bytes, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from apprentice.errors import BadInput
 from datamodules import HuggingFaceImages
 from experiments import kd
-from tests.commands import refusal, results
+from tests.commands import bad_input, results
 from tests.datamodules.test_streams import ended
 from tests.training import assert_same
 
@@ -141,7 +141,7 @@ def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(mad
         counts = {"train": 4, "test": 2}
         if not isinstance(label, dict) and label is not None:
             columns = {split: [columns["value"]] * count for split, count in counts.items()}
-        line = refusal(lambda: HuggingFaceImages(str(made(kind, counts, label, **columns)), label="kind").setup())
+        line = bad_input(lambda: HuggingFaceImages(str(made(kind, counts, label, **columns)), label="kind").setup())
         return line.partition(": expected ")[2]
 
     class_lists = {"train": datasets.ClassLabel(names=["a", "b"]), "test": datasets.ClassLabel(names=["a", "b", "c"])}
@@ -184,7 +184,7 @@ def test_faults_are_one_line(made: Any, tmp_path: Path) -> None:
         f"{path}/.": ({}, f"data.path {path}/.: expected a split test with labels; it is not there"),
     }
     for where, (options, message) in cases.items():
-        assert refusal(HuggingFaceImages(where, **options).setup).startswith(message)
+        assert bad_input(HuggingFaceImages(where, **options).setup).startswith(message)
 
 
 def test_the_study_takes_it(made: Any, tmp_path: Path) -> None:

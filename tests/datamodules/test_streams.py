@@ -25,7 +25,7 @@ from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from tests.callbacks import Saver
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.datamodules.test_image_folder import picture
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
@@ -172,14 +172,14 @@ def study(root: Path, out: Path, *flags: str, before: Callable[[], None] = lambd
 
 
 def kill_a_worker() -> None:
-    finished, calls = Streamed.read_finished, itertools.count()
+    finished, calls = Streamed.take, itertools.count()
 
     def counting(*args: Any) -> Any:
         if get_worker_info() and next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return finished(*args)
 
-    Streamed.read_finished = counting  # type: ignore[method-assign]
+    Streamed.take = counting  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -295,4 +295,4 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
     ids=str,
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
-    assert refusal(ImageFolder, "nowhere", **options) == message
+    assert bad_input(ImageFolder, "nowhere", **options) == message

@@ -10,7 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from datamodules import Text, Vocabulary
 from datamodules import text as module
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.language import text, written
 
 
@@ -143,7 +143,7 @@ def test_a_vocabulary_there_and_back() -> None:
     assert Vocabulary("ba").encode("abba").tolist() == [0, 1, 1, 0]
     assert Vocabulary().decode(torch.tensor([226, 130])) == "�"
     assert (Vocabulary("b\na").start, Vocabulary("ba").start, Vocabulary().start) == ("\n", "a", "\n")
-    line = refusal(lambda: Vocabulary("hello").encode("hellö wörld", "sample"))
+    line = bad_input(lambda: Vocabulary("hello").encode("hellö wörld", "sample"))
     assert line.startswith("sample 'hellö wörld': expected the 4 characters that were trained on;")
     assert line.endswith("unknown: ' ' 'd' 'r' 'w' 'ö'")
 
@@ -191,7 +191,7 @@ def test_what_is_no_text_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    assert refusal(lambda: Text(path, **{"block_size": 8} | options).setup()).startswith(message.format(path=path))
+    assert bad_input(lambda: Text(path, **{"block_size": 8} | options).setup()).startswith(message.format(path=path))
 
 
 def test_a_text_too_large_for_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
 from strategies import DDP, PipelineStrategy
 from tests.callbacks import Seen
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.training import SHAPE, assert_same, classifier, digits, distil, fit, net, trainer, weights
 
 LARGER = (3, 16, 16)
@@ -116,7 +116,7 @@ def test_training_with_them_is_the_same_on_any_number_of_processes(devices: int)
     ],
 )
 def test_what_is_no_transform_of_one_image_is_refused(entry: Any, message: str) -> None:
-    assert refusal(Transforms, ["RandomHorizontalFlip", entry], LARGER).startswith(f"data.transforms {message}")
+    assert bad_input(Transforms, ["RandomHorizontalFlip", entry], LARGER).startswith(f"data.transforms {message}")
 
 
 def test_mean_and_deviation_of_every_set_can_be_given() -> None:
@@ -129,7 +129,7 @@ def test_mean_and_deviation_of_every_set_can_be_given() -> None:
         "data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel": {"mean": [1.0, float("nan"), 1.0]},
     }
     for message, options in refused.items():
-        assert refusal(CIFAR10, **options) == message
+        assert bad_input(CIFAR10, **options) == message
     with pytest.raises(BadInput, match="a list of 1 number, one a channel"):
         Digits(mean=[0.1, 0.2, 0.3])
 

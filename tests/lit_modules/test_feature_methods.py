@@ -18,7 +18,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
 from lit_modules.objectives.base import Term, condense_teacher, select_view
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.formulas import assert_equal, total
 from tests.training import SHAPE, assert_agree, assert_same, digits, fit, net, on, outcome, weights
 
@@ -333,7 +333,7 @@ NO_MAP = "expected a layer that gives maps"
 )
 def test_layers_without_maps_are_refused(make: Callable[..., Objective], options: Any, expected: str) -> None:
     student, teacher = net(DeepNN), net(ResNet, depth=8)
-    line = refusal(Distillation, teacher, {"mine": (student, make(**options))}, input_shape=SHAPE)
+    line = bad_input(Distillation, teacher, {"mine": (student, make(**options))}, input_shape=SHAPE)
     assert line.startswith(f"variants.mine.{expected}")
 
 

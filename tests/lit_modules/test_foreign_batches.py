@@ -27,7 +27,7 @@ from lit_modules.objectives import (
 )
 from lit_modules.objectives.base import kl
 from strategies import DDP, PipelineStrategy
-from tests.commands import refusal
+from tests.commands import bad_input
 from tests.grids import mostly_slow
 from tests.training import SHAPE, assert_same, classifier, distil, distillation, net, trainer, weights
 
@@ -98,7 +98,7 @@ BAD: dict[str, tuple[Callable[[], DataLoader], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_batch_that_cannot_be_used_is_one_line(name: str, kind: str) -> None:
     make, expected = BAD[name]
-    assert refusal(fitted, KINDS[kind](), make()).startswith(f"data {expected}")
+    assert bad_input(fitted, KINDS[kind](), make()).startswith(f"data {expected}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

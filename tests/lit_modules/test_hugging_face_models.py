@@ -19,7 +19,7 @@ from lit_modules.nets import HuggingFace, HuggingFaceLM
 from lit_modules.nets.hugging_face import read_normalization
 from lit_modules.objectives import Hinton
 from strategies import DDP, FSDP
-from tests.commands import refusal, results
+from tests.commands import bad_input, results
 from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, digits, fit, weights
@@ -76,8 +76,10 @@ def _classifiers(folder: Path) -> None:
     vit = str(folder / "vit")
     assert HuggingFace(vit, (1, 8, 8), pretrained=True).expects == {"mean": (0.3,), "std": (0.2,)}
     assert HuggingFace(vit, (3, 16, 16), 7)(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
-    assert refusal(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith("pretrained True: expected weights that")
-    assert refusal(HuggingFace, str(folder / "none")).startswith(f"name {folder / 'none'}: expected an image classif")
+    assert bad_input(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith(
+        "pretrained True: expected weights that"
+    )
+    assert bad_input(HuggingFace, str(folder / "none")).startswith(f"name {folder / 'none'}: expected an image classif")
     flags = [*KD, "--teacher", "HuggingFace", "--teacher.name", vit, "--teacher.pretrained", "true"]
     flags += ["--data.mean", "[0.3]", "--data.std", "[0.2]", "--student", "HuggingFace", "--student.name"]
     named = [flag.replace(vit, str(folder / "named")) for flag in flags]
@@ -120,15 +122,17 @@ def _language_models(folder: Path) -> None:
     tokens = test.inputs[:2]
     ours = HuggingFaceLM(name, data.num_classes, 8, pretrained=True).eval()
     assert torch.equal(ours(tokens), theirs(tokens.long()).logits[..., : data.num_classes])
-    assert refusal(HuggingFaceLM, name, 301, 8) == f"name {name}: expected a model for 301 tokens; it has 300"
-    assert refusal(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
-    assert refusal(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("data.tokenizer ")
+    assert bad_input(HuggingFaceLM, name, 301, 8) == f"name {name}: expected a model for 301 tokens; it has 300"
+    assert bad_input(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
+    assert bad_input(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("data.tokenizer ")
 
     chars = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--teacher", "GPT"]
     student = ["--student", "HuggingFaceLM", "--student.name", name, "--student.pretrained", "true"]
     with pytest.raises(SystemExit):
         kd.main([*KD, *chars, *student, "--out", str(folder / "chars")])
-    assert refusal(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith("data.vocabulary bytes: expected it")
+    assert bad_input(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith(
+        "data.vocabulary bytes: expected it"
+    )
 
     flags = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--student", "GPT"]
     flags += ["--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]
