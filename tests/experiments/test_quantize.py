@@ -164,6 +164,7 @@ def resume(run: Path, out: Path) -> None:
     quantize.main(["--out", str(out), "--resume", "true"])
 
 
+@pytest.mark.slow
 @needs_extras
 def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

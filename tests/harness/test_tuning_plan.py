@@ -105,6 +105,7 @@ def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixtur
     assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_setting_of_the_zoo_builds(run: Any) -> None:
     made = run("--zoo", "true", "--tune", "4")
     assert len(made.arms) > 20
