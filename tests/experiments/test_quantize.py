@@ -180,7 +180,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
 
     monkeypatch.setattr(formats, "write_onnx", write_onnx)
     command = Run(fresh, out, log=tmp_path / "log")
-    assert command.wait() == 1, command.output
+    command.check(1)
     rows = {row["format"]: row for row in results(out)["rows"]}
     assert list(rows) == FORMATS
     assert {name: {Path(file).name for file in row["files"]} for name, row in rows.items()} == {
@@ -202,7 +202,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     assert (out / "seed0" / "student" / "weights.pt").is_file()
     monkeypatch.setattr(Study, "_measure", lambda _study, nets: print("once more:", *nets))
     again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
-    assert again.wait() == 0, again.output
+    again.check()
     assert f"once more: {' '.join(FORMATS)}" in again.output
     assert "epoch" not in again.output
 
