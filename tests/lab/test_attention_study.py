@@ -16,7 +16,7 @@ from lab.studies.attention import Bench, Case, measure
 from lab.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
 from tests.commands import left_by_overwriting, results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,9 +157,7 @@ def test_a_row_that_fails_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with_math(monkeypatch, lambda: os._exit(3))
-    with pytest.raises(SystemExit) as stop:
-        attention.main([*ONLY, "--out", str(tmp_path)])
-    assert stop.value.code == 1
+    assert exit_code(attention, *ONLY, "--out", str(tmp_path)) == 1
     assert {row["backend"] for row in rows(tmp_path).values() if row["part"] == "kernels"} == {
         "auto", "flash", "efficient", "cudnn",
     }  # fmt: skip

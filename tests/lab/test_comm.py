@@ -18,7 +18,7 @@ from lab.studies.comm import Backend, Bench, Case, all_cases
 from lab.studies.comm.operations import OPERATIONS, Member
 from lab.studies.comm.report import all_rows, binary_size, picture, table
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,8 +89,7 @@ def test_rows_for_more_cases_join_those_that_are_measured(tmp_path: Path, capsys
     assert {(row["operation"], row["bytes"]) for row in after.values()} == {
         (name, size) for name in ("broadcast", "scatter") for size in (64, 1024)
     }
-    with pytest.raises(SystemExit):
-        comm.main(["--out", str(tmp_path), "--resume", "true", "--sizes", "64"])
+    assert exit_code(comm, "--out", str(tmp_path), "--resume", "true", "--sizes", "64")
     assert "--sizes 64: expected [64, 1024] or more, as the run in" in capsys.readouterr().err
 
 
@@ -116,9 +115,7 @@ def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
 ) -> None:
     for name, bind in (("broadcast", wrong), ("reduce", dies)):
         monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS["all_reduce_sum"], bind=bind))
-    with pytest.raises(SystemExit) as stop:
-        comm.main([*ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)])
-    assert stop.value.code == 1
+    assert exit_code(comm, *ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)) == 1
     found = {(row["operation"], row["group"]): row["correct"] for row in results(tmp_path)["rows"]}
     assert found == {
         (name, group): name != "broadcast"
@@ -138,8 +135,7 @@ def test_a_backend_that_does_not_start_fails_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comm.ring, "register", lambda: os._exit(3))
-    with pytest.raises(SystemExit):
-        comm.main([*ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path)])
+    assert exit_code(comm, *ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path))
     failed = [line for line in capfd.readouterr().err.splitlines() if " failed: " in line]
     assert len(failed) == 1
     assert failed[0].startswith("gloo broadcast, world, 64 B and 3 more failed: rank ")

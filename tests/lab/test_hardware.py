@@ -24,7 +24,7 @@ from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
@@ -142,11 +142,9 @@ class Dies(DDP):
 
 
 def test_a_row_that_fails_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    strategy = ["--trainer.strategy", "tests.lab.test_hardware.Dies", "--trainer.devices", "2"]
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*LIGHT, *strategy, "--only", "ddp", "tests.lab.test_hardware.Dies", "--out", str(out)])
-    assert stop.value.code == 1
+    name, out = "tests.lab.test_hardware.Dies", tmp_path / "run"
+    flags = [*LIGHT, "--trainer.strategy", name, "--trainer.devices", "2", "--only", "ddp", name, "--out", str(out)]
+    assert exit_code(hardware, *flags) == 1
     assert set(rows(out)) == {"single", "ddp"}
     said = capfd.readouterr()
     assert "tests.lab.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in said.err
@@ -155,9 +153,7 @@ def test_a_row_that_fails_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_a_net_that_cannot_be_trained_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--optimizer", "SGD", "--optimizer.lr", "1e30", "--only", "ddp", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*LIGHT, *flags])
-    assert stop.value.code == 2
+    assert exit_code(hardware, *LIGHT, *flags) == 2
     assert "not finite" in capsys.readouterr().err
 
 

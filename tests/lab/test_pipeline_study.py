@@ -20,7 +20,7 @@ from lab.studies.pipeline.cases import bubble_bound
 from lab.studies.pipeline.measure import Event
 from lab.studies.pipeline.report import idle_share, table
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.training import trainer
 
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
@@ -129,9 +129,7 @@ def test_a_row_that_fails_costs_no_other(
     monkeypatch.setattr(pipeline, "get_args", lambda _: ["1F1B"])
     out = tmp_path / "run"
     flags = [*QUICK, "--split_sizes", "2", "--trainer.strategy.balance", "[2,2]"]  # there are five layers
-    with pytest.raises(SystemExit) as stop:
-        pipeline.main([*flags, "--out", str(out)])
-    assert stop.value.code == 1
+    assert exit_code(pipeline, *flags, "--out", str(out)) == 1
     assert {"one device", "split after stage1", "1F1B after stage1, split size 2"} <= set(rows(out))
     failed = "1F1B into [2,2], split size 2"
     assert failed not in rows(out)
