@@ -70,10 +70,10 @@ def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Buckets, "sent", 0, raising=False)
     monkeypatch.setattr(Buckets, "average", counted)
-    told = Notes(tmp_path / "sends", sends, "on_train_batch_end")
-    options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [told]}
+    notes = Notes(tmp_path / "sends", sends, "on_train_batch_end")
+    options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [notes]}
     fit(classifier(), digits(train_size=185), 2, strategy=AllReduce(timeout=60), **options)  # five batches
-    assert told.of_ranks() == [[0, 0, 1, 1, 2]] * 2  # the epoch's end is one, too
+    assert notes.of_ranks() == [[0, 0, 1, 1, 2]] * 2  # the epoch's end is one, too
 
 
 @in_ranks(3, backend="gloo")
@@ -149,10 +149,10 @@ def test_manual_optimization_and_statistics_of_a_ranks_own(tmp_path: Path) -> No
         data = digits(train_size=112, validation_size=20, batch_size=28)
         return weights(fit(ByHand(), data, 2, strategy=strategy, precision="64-true", max_epochs=2, **options))
 
-    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
-    ours, right = fitted(AllReduce(timeout=60), callbacks=[told]), fitted(DDP(timeout=60))
+    notes = Notes(tmp_path / "statistics", statistics, "on_validation_end")
+    ours, right = fitted(AllReduce(timeout=60), callbacks=[notes]), fitted(DDP(timeout=60))
     assert_same(ours, right, atol=1e-12)
-    first, second = told.of_ranks()
+    first, second = notes.of_ranks()
     assert first == second != []
 
 
