@@ -164,10 +164,7 @@ def test_modules_that_can_not_be_trained_so_are_refused() -> None:
 
 
 def test_options_that_can_not_work_are_refused() -> None:
-    with (
-        quiet(),
-        pytest.raises(ValueError, match=r"devices_per_worker \[1, 2\]: expected a number for each"),
-    ):
+    with quiet(), pytest.raises(ValueError, match=r"devices_per_worker \[1, 2\]: expected a number for each"):
         trainer(2, strategy=hybrid(devices_per_worker=[1, 2])).fit(classifier(), digits())
     with pytest.raises(ValueError, match="devices_per_worker 0: expected at least 1"):
         RPCHybrid(devices_per_worker=0)
