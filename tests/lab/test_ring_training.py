@@ -23,10 +23,8 @@ CLIPPED = OPTIONS["accumulated and clipped"]
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
-    ddp, around, by_hand = (
-        trained("students", devices, tmp_path, strategy=strategy(timeout=60), **CLIPPED)
-        for strategy in (DDP, DDPRing, AllReduce)
-    )
+    names = ("ddp", "ddp_ring", "ddp_allreduce")
+    ddp, around, by_hand = (trained("students", f"{name} {devices}", tmp_path, **CLIPPED) for name in names)
     assert_same(around[1], ddp[1])  # to the bit: its sums have the order of gloo's
     assert_agree(ddp, by_hand, atol=1e-12)
 
@@ -41,15 +39,12 @@ def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
 )
 def test_several_processes_agree_with_one(run: str, devices: int, ring: Any, by_hand: Any, tmp_path: Path) -> None:
     for strategy in (DDPRing(timeout=60, **ring), AllReduce(timeout=60, **by_hand)):
-        assert_agree(alone(run, "plain"), trained(run, devices, tmp_path, strategy=strategy))
+        assert_agree(alone(run, "plain"), trained(run, f"auto {devices}", tmp_path, strategy=strategy))
 
 
 def test_the_ring_is_exact(tmp_path: Path) -> None:
-    strategies = {1: DDP(exact=3), 3: DDPRing(timeout=60, exact=3)}
-    one, three = (
-        trained("students", devices, tmp_path, strategy=strategy, precision=32, max_steps=10)
-        for devices, strategy in strategies.items()
-    )
+    places = ("ddp 1 exact 3", "ddp_ring 3 exact 3")
+    one, three = (trained("students", place, tmp_path, precision=32, max_steps=10) for place in places)
     assert one[0] == three[0]
     assert_same(one[1], three[1])
 

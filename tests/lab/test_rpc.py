@@ -69,7 +69,8 @@ def test_float64_agrees_with_one_process(
 ) -> None:
     right = alone(run, "accumulated and clipped" if options else "plain")
     assert len(right[0]) == 20
-    assert_agree(right, trained(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
+    place = f"auto {devices}"
+    assert_agree(right, trained(run, place, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
 
 
 @BOTH
