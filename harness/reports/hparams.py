@@ -24,9 +24,9 @@ METRICS = {
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
-def words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
+def words(choice: cli.Choice, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
-    defaults = _tuples_to_lists(choice.signature(key, frozenset(fixed)).defaults)
+    defaults = _tuples_to_lists(choice.signature.defaults)
     options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
     return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
@@ -50,7 +50,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
-    parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
+    parts = [*(words(choice) for _, choice in rates), words(data), f"{length} {limit}"]
     parts += [strategy, f"devices {trainer['devices']}", precision]
     if config.exact:
         parts.append(f"exact {config.exact}")

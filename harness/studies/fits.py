@@ -177,7 +177,7 @@ def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str,
     score, options = judged_by(run.config, run.data).score, arm.method.init_args
     net = cli.Choice(spec["class_path"], spec["init_args"])
     row = {
-        score: figures[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
+        score: figures[f"test_{score}"], "net": hparams.words(net, run.data.net_arguments), "seed": str(seed),
         "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
     }  # fmt: skip
     folder = run.out / f"seed{seed}" / arm.name

@@ -65,14 +65,11 @@ class SelfAttention(nn.Module):
 
     Args:
         embed_dim: D, width of tokens.
-        num_heads: heads, each of width D / heads.
+        num_heads: heads, a divisor of D, each of width D / heads.
         causal: whether a token attends only to itself and earlier tokens.
-        dropout: probability that a weight is zero, in training.
+        dropout: probability that a weight is zero, in training; below 1.
         bias: whether the projections have one.
         backend: the kernel; `auto` leaves the choice to torch, another is used or refused, never replaced.
-
-    Raises:
-        BadInput: `num_heads` does not divide `embed_dim`, `dropout` is not in [0, 1), or the backend is unknown.
     """
 
     def __init__(

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy, widen
-from lit_modules.tasks.base import TOKENS, Range, Task, check_classes
-from lit_modules.tasks.metric import Metric
+from lit_modules.tasks.base import TOKENS, Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores
 
 BITS = Metric(
@@ -67,11 +66,7 @@ class Tokens(Task):
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
-
-    Args:
-        tokens_per_character: of the text that is scored; 1 if tokens are characters.
-    """
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
 
     names = ("loss", "bpc", "perplexity")
     trained = ("bpc",)
