@@ -109,7 +109,7 @@ def _find_state(saved: Any, name: str, several: str) -> Any:
 
 def _fits(state: dict[str, Any], module: Learner, groups: int) -> bool:
     """Return whether it has as many groups, and for each parameter tensors of its shape."""
-    shapes = [p.shape for group in module.parameter_groups() for p in group]
+    shapes = [p.shape for group in module.parameter_groups().values() for p in group]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(state["param_groups"]) != groups or len(numbers) != len(shapes):
         return False
