@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from apprentice.errors import BadInput
-from harness.reports.measures import FIGURES, take_mean
+from harness.reports.measures import FIGURES
 from harness.reports.metrics import paired_differences
-from harness.reports.search import Search
 from harness.reports.uncertainty import Interval, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.tasks import ACCURACY, METRICS, Metric
@@ -23,6 +22,68 @@ SAMPLED = ("test_labels", "test_places")  # values of samples that are the same 
 Scores = Sequence[float | None]  # one a seed; None where the net failed
 Epochs = list[dict[str, float | None]]  # what a net logged of each epoch
 Packed = str | list[float]  # values of single test samples
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a method: its options, the validation of each seed, and the epochs that it was trained for."""
+
+    options: Mapping[str, Any]
+    validation: Sequence[float | None]
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The settings of a method, the given one first, and the number of the chosen one."""
+
+    settings: Sequence[Setting]
+    chosen: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a search took: epochs of each method's students and of the teachers, samples that teachers computed, times.
+
+    `teacher_samples_alone` is what they would have computed for each setting by itself.
+    """
+
+    student_epochs: Mapping[str, int]
+    teacher_samples: int
+    teacher_samples_alone: int
+    fit_seconds: float
+    teacher_epochs: int
+    teacher_fit_seconds: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        mine, theirs = vars(self), vars(other)
+        epochs = {name: count + other.student_epochs[name] for name, count in self.student_epochs.items()}
+        sums = {name: mine[name] + theirs[name] for name in mine if name != "student_epochs"}
+        return Cost(student_epochs=epochs, **sums)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search: each method's settings, its cost, and the epochs after which settings were compared."""
+
+    methods: Mapping[str, Tuned]
+    cost: Cost
+    rungs: Sequence[int]
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self | None:
+        """Read what `to_json` wrote into results.json; None if it has no search."""
+        if "tuning" not in facts:
+            return None
+        methods = {
+            name: Tuned([Setting(**setting) for setting in tuned["settings"]], tuned["chosen"])
+            for name, tuned in facts["tuning"].items()
+        }
+        return cls(methods, Cost(**facts["tuning_cost"]), facts["tuning_rungs"])
+
+    def to_json(self) -> dict[str, Any]:
+        methods = {name: asdict(tuned) for name, tuned in self.methods.items()}
+        return {"tuning": methods, "tuning_cost": asdict(self.cost), "tuning_rungs": self.rungs}
 
 
 @dataclass(kw_only=True)
@@ -63,7 +124,7 @@ class NetResults:
 
     def with_means(self) -> dict[str, float | None]:
         """Return its figures, with the means of those that it has of each seed."""
-        means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
+        means = {figure.key: figure.combined(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
         return {**self.figures, **means}
 
 
@@ -85,11 +146,9 @@ class TeacherResults(NetResults):
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         return super().read({**facts, "sampled": {name: facts[name] for name in SAMPLED if name in facts}})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         numbers = {"nets": self.nets, "max_epochs": self.max_epochs, "fit_seconds": self.fit_seconds}
         return {**numbers, **super().to_json(), **self.sampled}
 
@@ -116,12 +175,10 @@ class StudentResults(NetResults):
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         failed = [None if failure is None else Failure(**failure) for failure in facts["failed"]]
         return super().read({**facts, "failed": failed})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         named = {"variant": self.variant, "baseline": self.baseline} if self.variant else {}
         return {
             "objective": self.objective, **({"net": self.net} if self.net else {}), **super().to_json(),
@@ -154,7 +211,6 @@ class Results(Header):
 
     @property
     def nets(self) -> dict[str, NetResults]:
-        """The teacher and the students by name."""
         return {"teacher": self.teacher, **self.students}
 
     def seconds_of_seed(self) -> dict[int, float]:
@@ -163,7 +219,6 @@ class Results(Header):
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
         named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
@@ -171,7 +226,6 @@ class Results(Header):
         return cls(**{**named, **parts, "students": students, "search": Search.read(facts)})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         return {
             **super().to_json(),
             "metric": {"name": self.metric.name, "higher_is_better": self.metric.higher_is_better},
@@ -189,11 +243,11 @@ def combine(
     students: Mapping[str, Sequence[NetRecord]],
     students_fit_seconds: Sequence[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
-    one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
-    ranked: bool = False,  # whether the best student comes first
 ) -> Results:
     """Combine the records of each seed; None stands for what can't be computed.
+
+    Under `zoo` the best student comes first. Where each seed loaded the same teacher, its figures are those of one net.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -210,9 +264,10 @@ def combine(
         baseline = combined.get(student.baseline)
         baseline_scores = baseline.scores[metric.name] if baseline else [None] * seeds
         student.delta_vs_ce = paired_interval(paired_differences(student.scores[metric.name], baseline_scores))
-    if ranked:
+    if header.config.get("zoo"):
         combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
-    nets = [teacher.nets["teacher"] for teacher in teachers]
+    nets, loaded = [teacher.nets["teacher"] for teacher in teachers], all(fit.fit_seconds is None for fit in teachers)
+    one_teacher = loaded and "{seed}" not in (header.config.get("teacher_ckpt") or "")
     return Results(
         **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
         teacher=TeacherResults(
@@ -241,7 +296,7 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     of_seeds = [*metric.tested]
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
-        figure.key: figure.combine([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
+        figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
         for figure in FIGURES
         if not figure.per_seed
     }
@@ -275,3 +330,9 @@ def _why_missing(folder: Path) -> str:
     inner = sorted(path.parent for path in folder.glob("*/results.json"))
     hint = f"; did you mean {', '.join(map(str, inner[:3]))}{', …' if len(inner) > 3 else ''}?" if inner else ""
     return f"; there is no results.json in it{hint}"
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing, or there is none."""
+    numbers = [value for value in values if value is not None]
+    return statistics.mean(numbers) if numbers and len(numbers) == len(values) else None

@@ -8,6 +8,7 @@ test set, two nets that differ by chance often differ by the same number of samp
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -123,13 +124,9 @@ def lead_by_chance(values: np.ndarray) -> float:
 
 def seeds_for(spread: float, difference: float) -> int | None:
     """Return the fewest seeds that show a difference in 80 % of cases; None for more than 10,000."""
-    low, high = 1, MOST_SEEDS
-    if detectable(spread, high) > difference:
+    if detectable(spread, MOST_SEEDS) > difference:
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if detectable(spread, middle) <= difference else (middle, high)
-    return high
+    return 2 + bisect_left(range(2, MOST_SEEDS), -difference, key=lambda seeds: -detectable(spread, seeds))
 
 
 def _quantile(freedom: int) -> float:

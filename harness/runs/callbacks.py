@@ -33,7 +33,6 @@ class When(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, callback: Monitor, run: Session) -> "When":
-        """Compute it for a Trainer's fit of a run's data."""
         epoch = run.data.train_batches(trainer)
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         if isinstance(callback, EarlyStopping):

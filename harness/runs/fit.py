@@ -46,7 +46,6 @@ class SampleWriter(Callback):
         self.path = path
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather them from all ranks."""
         if isinstance(pl_module, RunMetrics):
             values = pl_module.of_samples()
             if trainer.is_global_zero:

@@ -38,7 +38,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Its name in its fit."""
         return self.row if self.trial is None else trial_name(self.row, self.trial)
 
     @property
@@ -107,7 +106,6 @@ class FitPlan:
         return self.title or f"seed {self.seed} {self.name}"
 
     def folder(self, out: Path) -> Path:
-        """Return the folder of its seed, in the run's folder."""
         return out / f"seed{self.seed}"
 
     def record(self, out: Path) -> Path:

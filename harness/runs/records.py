@@ -54,7 +54,6 @@ class Header:
         return cls(**{name: facts[name] for name in Header.__dataclass_fields__})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it side by side with the number of the format."""
         return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
 
 
@@ -132,7 +131,6 @@ class FitRecord:
         return None if failed is None else str(failed)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         nets = {name: net.to_json() for name, net in self.nets.items()}
         write_json(path, {"format": FORMAT, **vars(self), "nets": nets})
 

@@ -47,7 +47,6 @@ class Session:
 
     @cached_property
     def trainer(self) -> MakeTrainer:
-        """Makes Trainers with the user's settings."""
         return trainer_factory(self.config.trainer, self.config.exact, strategies.NAMES)
 
     @cached_property
@@ -85,7 +84,6 @@ class Session:
 
     @property
     def is_double(self) -> bool:
-        """Whether nets are float64."""
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:

@@ -63,7 +63,6 @@ class RunsLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        """The default run's writer."""
         return self._writer(self.default)
 
     def _writer(self, run: str) -> SummaryWriter:
@@ -75,7 +74,6 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write each value to its run."""
         for name, value in metrics.items():
             run, _, tag = name.partition("/")
             run, tag = (run, tag) if run in self.runs else (self.default, name)
@@ -96,7 +94,6 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush all writers."""
         for writer in self._writers.values():
             writer.flush()
 

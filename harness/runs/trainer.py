@@ -148,11 +148,9 @@ class ByHand(environments.TorchElasticEnvironment):
         self.guesses = "LOCAL_RANK" not in os.environ
 
     def local_rank(self) -> int:
-        """Return the rank's number on its machine."""
         return int(os.environ.get("LOCAL_RANK", self.global_rank() % self._local_size))
 
     def node_rank(self) -> int:
-        """Return the machine's number."""
         return int(os.environ.get("GROUP_RANK", self.global_rank() // self._local_size))
 
 

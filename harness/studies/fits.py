@@ -1,26 +1,22 @@
 """Fits of an experiment: each leaves its nets, a record and rows in TensorBoard, and is not repeated."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from apprentice.batch import Batch
 from apprentice.keyed import with_seed
-from datamodules import InMemoryData
 from harness import cli
-from harness.reports import hparams, samples
+from harness.reports import hparams
 from harness.runs import safepoints, tensorboard
-from harness.runs.fit import Fit, fit_and_test
+from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import estimate_rest, progress
 from harness.runs.quiet import notice
-from harness.runs.records import Failure, FitRecord, NetRecord
+from harness.runs.records import FitRecord, NetRecord
 from harness.runs.session import Session
 from harness.studies import costs
 from harness.studies.choices import judged_by, learner_options, trained_spec
@@ -68,7 +64,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
         for arm, net, spec in exports:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
-            record.nets[arm.name] = measure(module, arm, outcome, run.data)
+            record.nets[arm.name] = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             save(run, plan, arm, net, spec, record.nets[arm.name])
@@ -125,51 +121,9 @@ def wait_for_main() -> None:
         dist.barrier()
 
 
-def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> NetRecord:
-    """Measure an arm: its scores in the test, and what a step of its training costs."""
-    run = run_of(module, arm)
-    prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
-    scores = {} if failed else outcome.scores
-    figures: dict[str, float | None] = {
-        "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
-        **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
-        "step_ms": None,
-        "train_flops": None,
-    }
-    if (correct := figures.get("test_correct")) is not None:
-        figures["test_correct"] = round(correct)
-    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}))
-    if module.samples and scores:  # a loaded net has no training to measure
-        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
-        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
-        pair = inputs.to(weight.device), labels.to(weight.device)
-        with outcome.autocast():
-            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
-            if (operations := costs.flops(step)) is not None:
-                figures["train_flops"] = round(operations / len(labels) * module.samples)
-            figures["step_ms"] = costs.milliseconds(step)
-    return NetRecord(
-        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
-        list_epochs(module, run), samples=values,
-    )  # fmt: skip
-
-
 def run_of(module: Learner, arm: Arm) -> str:
     """Return the name of an arm's run in a module of several, "" in a module that is one run."""
     return arm.name if arm.name in module.runs else ""
-
-
-def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
-    """Return a run's values of each epoch by their names in the log without the run's: `train/loss`, `val/acc`.
-
-    None stands for what is infinite, such as a perplexity.
-    """
-    prefix = f"{run}/" if run else ""
-    epochs = []
-    for epoch in module.epochs:
-        values = {name.removeprefix(prefix): x for name, x in epoch.items() if name.startswith(prefix)}
-        epochs.append({name: x if math.isfinite(x) else None for name, x in values.items()})
-    return [values for values in epochs if values]
 
 
 def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None]) -> None:

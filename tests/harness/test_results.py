@@ -106,13 +106,15 @@ def test_a_loaded_teacher_has_no_times():
 def test_one_teacher_for_all_seeds_is_told_as_one_net():
     loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
     students = {"ce": [student(CE[0]), student(CE[1])]}
-    found = combine(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
+    found = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
     assert found.teacher.nets == 1
     rows = {row[0]: row for row in table(found).rows}
     assert rows["teacher"][3] == "97.50"
     assert "±" in rows["ce"][3]
     assert "teacher: one net, tested once, which taught with every seed." in notes(found)
-    each = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
+    several = header(2)
+    several.config["teacher_ckpt"] = "teacher-{seed}.pt"
+    each = combine(several, [loaded] * 2, students, [1.0, 2.0])
     assert not any(note.startswith("teacher") for note in notes(each))
 
 

@@ -15,7 +15,7 @@ from harness.reports.results import Scores, StudentResults
 from harness.reports.uncertainty import Interval, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
-from harness.studies.compare.runs import FORMATS, FormatResults, Run
+from harness.studies.compare.runs import FormatResults, Run
 from lit_modules.tasks import Metric
 
 CONFOUNDED = "What differs between them may come from these: no verdict."
@@ -47,11 +47,9 @@ class Row:
 
     @property
     def delta(self) -> Interval:
-        """The mean of its differences with its interval."""
         return paired_interval(self.differences)
 
     def to_json(self, metric: Metric) -> dict[str, Any]:
-        """Write what compare.json has of it."""
         entry = self.entry
         latency = {"latency_ms": entry.latency_ms} if isinstance(entry, FormatResults) else {}
         return {
@@ -107,7 +105,6 @@ class Comparison:
     against: Axis | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Write the content of compare.json."""
         return {
             "experiment": "compare", "metric": self.metric.name,
             **({"against": asdict(self.against)} if self.against else {}), "runs": [vars(run) for run in self.runs],
@@ -127,11 +124,11 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     Raises:
         BadInput: the runs don't have two numbers or more for this setting.
     """
-    first, kind, baseline = runs[0], runs[0].kind, runs[0].baseline
+    first, metric, baseline = runs[0], runs[0].metric, runs[0].baseline
     baselines = {run.name: {name: _baseline(entry, first) for name, entry in run.entries.items()} for run in runs}
     names = [name for name in dict.fromkeys(baselines[first.name].values()) if name in first.entries]
     bases = {name: _by_seed(first, name) for name in names}
-    other = {run.name: other_settings(run, first) if kind.judged else {} for run in runs}
+    other = {run.name: other_settings(run, first) if first.experiment.judged else {} for run in runs}
     rows: list[Row] = []
     notes: list[str] = []
     if not bases:
@@ -151,15 +148,15 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     notes += [f"{', '.join(names)} {sentence}" for sentence, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
-    if kind.judged:
+    if first.experiment.judged:
         for name in bases:
             to = f"{first.name}/{name}"
             judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
-            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, kind.metric))
-    if kind is FORMATS:
+            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, metric))
+    else:
         notes += _of_formats(runs)
     return Comparison(
-        metric=kind.metric,
+        metric=metric,
         runs=[Source(run.name, str(run.folder), other[run.name]) for run in runs],
         baseline=baseline,
         rows=rows,
@@ -190,7 +187,7 @@ def _axis(runs: Sequence[Run], setting: str) -> Axis:
 
 def _by_seed(run: Run, name: str) -> dict[int, float | None]:
     """Return a row's score with each seed."""
-    return dict(zip(run.seeds, run.entries[name].scores[run.kind.metric.name], strict=True))
+    return dict(zip(run.seeds, run.entries[name].scores[run.metric.name], strict=True))
 
 
 def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:

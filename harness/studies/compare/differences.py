@@ -89,7 +89,7 @@ def _outer(flag: str, runs: Iterable[Run], settings: Iterable[str]) -> str:
 
 def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """Yield what else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
-    counted = runs[0].kind.metric.counted
+    counted = runs[0].metric.counted
     for part in ("train", "validation", "test"):
         yield f"{part} {counted}", True, {run.name: set_to(run.results.data.get(part)) for run in runs}
     yield "seeds", True, {run.name: ", ".join(map(str, run.seeds)) for run in runs}

@@ -1,7 +1,8 @@
 """What people read of a comparison: the table, its notes, what differs, the settings, and a picture."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from apprentice.errors import BadInput
@@ -134,16 +135,24 @@ def _against(comparison: Comparison, axis: Axis) -> bytes:
     return lines_picture(dots, axis.setting)
 
 
-def folder_name(runs: Sequence[str]) -> str:
-    """Return a name for a folder about these runs, of at most 80 characters."""
+@contextmanager
+def table_folder(out: str | Path | None, kind: str, runs: Sequence[str], files: Sequence[str]) -> Iterator[Path]:
+    """Make the folder of a table about runs, `out` or one under runs/, in which an earlier one's `files` may be.
+
+    Raises:
+        BadInput: it holds a run or a table of another kind, or can't be written.
+    """
     joined = "-".join(name.strip("/").replace("/", "_") for name in runs)
-    return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
-
-
-def check_folder(folder: Path, others: Sequence[str]) -> None:
-    """Raise BadInput if a folder has one of these files, of a run or of a table of another kind."""
-    if taken := [name for name in others if (folder / name).exists()]:
-        raise BadInput("out", folder, f"a folder without a run or another table; this one holds {taken[0]}")
+    name = joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
+    folder = Path(out) if out else Path("runs", kind, name)
+    for file in ("compare.json", *run_files(folder)):
+        if file not in files and (folder / file).exists():
+            raise BadInput("out", folder, f"a folder without a run or another table; this one holds {file}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def save(comparison: Comparison, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
@@ -151,15 +160,10 @@ def save(comparison: Comparison, out: str | Path | None = None, commands: Sequen
 
     `commands` made the runs and this comparison.
     """
-    folder = Path(out) if out else Path("runs", "compare", folder_name([run.name for run in comparison.runs]))
-    check_folder(folder, run_files(folder))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with table_folder(out, "compare", [run.name for run in comparison.runs], ["compare.json"]) as folder:
         text, png = markdown(comparison), picture(comparison)
         write_text(folder / "compare.md", text)
         write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeat_section(commands)))
         write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison.to_json())
-    except OSError as error:
-        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder

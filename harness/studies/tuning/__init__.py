@@ -18,7 +18,7 @@ import torch
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.search import Cost, Search, Setting, Tuned, mean_of_all
+from harness.reports.results import Cost, Search, Setting, Tuned, mean_of_all
 from harness.runs import safepoints
 from harness.runs.files import atomic, read_text, write_json
 from harness.runs.launch import is_main_process, main_first
@@ -68,7 +68,6 @@ class Tuning:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The epochs after which settings are compared."""
         return rung_ends(self.config.trainer.init_args["max_epochs"])
 
     @cached_property
@@ -84,7 +83,6 @@ class Tuning:
 
     @property
     def folders(self) -> dict[int, Path]:
-        """The folder of each tuning seed."""
         return {seed: self.inner.session.out / f"seed{seed}" for seed in self.config.tune_seeds}
 
     def check(self) -> None:
