@@ -34,7 +34,7 @@ from harness.runs.plans import Arm
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, learner_options
+from harness.studies.choices import build_net, given_by_data, learner_options
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
@@ -134,13 +134,12 @@ def parser() -> cli.Parser:
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", kinds, datamodules, "Digits")
-    fixed_by = ("data", "given_to_nets")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed_by=fixed_by)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed_by=fixed_by)
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed_by=fixed_by, replaces="student")
+    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed=given_by_data)
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data)
+    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data, replaces="student")
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    bases, additions = (objectives.Objective, objectives.FeatureObjective), {"zoo": zoo.methods(variants)}
-    parser.add_variants("variants", bases, objectives, variants, additions)
+    parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
+    parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
     parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)

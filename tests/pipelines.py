@@ -1,12 +1,11 @@
 """Modules that a pipeline trains in tests, cut into stages in several ways."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from harness.runs.quiet import quiet
 from lit_modules.nets import DeepNN, ResNet, Torchvision
 from strategies import DDP, PipelineStrategy
+from tests.callbacks import Notes
 from tests.training import classifier, digits, distillation, fit, trainer, weights
 
 Make = Callable[[], LightningModule]
@@ -39,7 +39,6 @@ def pipeline(**options: Any) -> PipelineStrategy:
 
 
 def fitted(make: Make, devices: int = 1, strategy: Any = None, **kwargs: Any) -> LightningModule:
-    """A module after a short fit; batches of 37, the last of 27."""
     data = kwargs.pop("data", {})
     return fit(make(), digits(**data), devices, strategy=strategy or DDP(timeout=60), **kwargs)
 
@@ -114,32 +113,6 @@ class Joined(nn.Module):
         return y.relu() + 0.1 * kept + 0.01 * index[:, None] + x
 
 
-class Linear(LightningModule):
-    """Four modules in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def pipeline_stages(self) -> list[nn.Module]:
-        return list(self.net)
-
-    def pipeline_loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(output, batch.labels)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self(batch.inputs), batch.labels)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Plain(LightningModule):
     """Four layers; batches are pairs of tensors (b, 6) and (b,)."""
 
@@ -179,8 +152,6 @@ class Clock:
 
 
 class Slow(nn.Module):
-    """Takes a second, of `Clock`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -190,15 +161,13 @@ class Slow(nn.Module):
         return x * self.scale
 
 
-class Placed(Callback):
-    """Writes down the names of the parameters that rank zero keeps."""
+def placed(folder: Path) -> Notes:
+    """Notes the names of the parameters that a rank keeps."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def names(_trainer: Any, module: Any) -> list[str]:
+        return [name for name, p in module.named_parameters() if not p.is_meta]
 
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps([name for name, p in module.named_parameters() if not p.is_meta]))
+    return Notes(folder, names, "on_train_start")
 
 
 def pairs(rows: int = 37) -> TensorDataset:

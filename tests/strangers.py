@@ -20,7 +20,6 @@ ROWS = 48
 
 
 def points(rows: int = ROWS) -> TensorDataset:
-    """Inputs (6,) and labels of three classes."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x, (x[:, :3] + 0.5 * x[:, 3:]).argmax(1))
@@ -237,8 +236,6 @@ class Backbone(Classifier):
 
 
 class Finetuning(BaseFinetuning):
-    """Trains the head for an epoch, then all but the embedding."""
-
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.backbone)
 
@@ -335,16 +332,12 @@ class Penalized(Classifier):
 
 
 class Lasso(Classifier):
-    """An L1 term over all parameters."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss + 0.01 * torch.stack([p.abs().sum() for p in self.parameters()]).sum()
 
 
 class Temperature(nn.Module):
-    """Divides by a number that is trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -354,22 +347,46 @@ class Temperature(nn.Module):
 
 
 class Tempered(Classifier):
-    """Its temperature is a scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp().append(Temperature())
 
 
 class Writer(BasePredictionWriter):
-    """The documentation's: each rank writes what it has predicted, with the numbers of the rows."""
+    """One file a rank of what is predicted by the batch, and one of the epoch; each row with its place in the set.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__("epoch")
-        self.folder = folder
+    Args:
+        folder: for the files.
+        inputs: of the whole set, in order.
+    """
 
-    def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
+    def __init__(self, folder: Path, inputs: Tensor) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder, self.inputs = folder, inputs
+        self.batches: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Trainer, module: Any, prediction: Tensor, indices: Any, batch: Any, batch_idx: int, loader: int
     ) -> None:
-        torch.save(predictions, self.folder / f"predictions_{trainer.global_rank}.pt")
-        torch.save(batch_indices, self.folder / f"batch_indices_{trainer.global_rank}.pt")
+        torch.testing.assert_close(batch[0], self.inputs[indices])
+        self.batches.append((loader, list(indices), prediction))
+
+    def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, indices: Any) -> None:
+        predictions = [predictions] if len(indices) == 1 else predictions
+        epoch = [
+            (loader, list(rows), prediction)
+            for loader, found in enumerate(zip(indices, predictions, strict=True))
+            for rows, prediction in zip(*found, strict=True)
+        ]
+        torch.save((self.batches, epoch), self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def joined(folder: Path, interval: int) -> dict[tuple[int, int], Tensor]:
+    """By loader and place in the set, what all ranks have written; fails where a row is there twice."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for path in folder.glob("rank*.pt"):
+        for loader, rows, prediction in torch.load(path)[interval]:
+            for row, values in zip(rows, prediction, strict=True):
+                assert (loader, row) not in found
+                found[loader, row] = values
+    return dict(sorted(found.items()))

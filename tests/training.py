@@ -2,22 +2,25 @@
 
 import json
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+import strategies
 from apprentice.keyed import with_seed
 from datamodules import Digits
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, LightNN
+from lit_modules.nets import DeepNN, LightNN, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective
 from strategies import DDP
 
@@ -68,11 +71,29 @@ def classifier(make: type[nn.Module] = LightNN, **kwargs: Any) -> LitClassifier:
     return LitClassifier(net(make, **kwargs))
 
 
+MODULES: dict[str, Callable[[], LightningModule]] = {
+    "students": distillation,
+    "teacher": lambda: classifier(DeepNN),
+    "resnet8": lambda: classifier(ResNet, depth=8),
+}
+TAGS = {"students": "hint/train/loss", "teacher": "train/loss", "resnet8": "train/loss"}
+
+
 def trainer(devices: int = 1, **kwargs: Any) -> Trainer:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "max_epochs": 2, "logger": False}
     options |= {"strategy": DDP(timeout=60) if devices > 1 else "auto", "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     return Trainer(**options | kwargs)
+
+
+def on(place: str) -> dict[str, Any]:
+    """Options of `fit` for a strategy, by name, and its devices; "ddp 3", "pipeline 2 exact 4", "auto 1"."""
+    name, devices, *shards = place.split()
+    if name == "auto":
+        return {"devices": int(devices)}
+    path, options = strategies.NAMES[name]
+    exact = {"exact": int(shards[1])} if shards else {}
+    return {"devices": int(devices), "strategy": resolve_name(path)(timeout=60, **options, **exact)}
 
 
 def fit(module: LightningModule, data: Digits, devices: int = 1, **kwargs: Any) -> LightningModule:
@@ -91,3 +112,21 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], at
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def outcome(
+    module: LightningModule, data: Any, folder: Path, tags: Iterable[str], devices: int = 1, **options: Any
+) -> Outcome:
+    """What a fit has logged at its steps under these tags, and the weights at its end."""
+    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
+    fit(module, data, devices, **{"logger": logger, "log_every_n_steps": 1} | options)
+    return [value for tag in tags for value in logger.values(tag)], weights(module)
+
+
+def assert_agree(one: Outcome, other: Outcome, atol: float = 1e-9) -> None:
+    assert one[0]
+    assert other[0] == pytest.approx(one[0], abs=atol, rel=0)
+    assert_same(one[1], other[1], atol=atol)

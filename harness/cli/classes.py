@@ -1,17 +1,19 @@
 """Classes chosen by short name or import path, such as `--data MNIST`, and instances of what was chosen."""
 
 import functools
+import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
 from harness.cli.messages import near
-from harness.cli.modules import hidden_file, import_module
 from harness.cli.signatures import Signature, options_of
 
 MOST_NAMES = 8  # names in a message
@@ -34,7 +36,7 @@ class Choice:
         return options_of(import_class(self.class_path, key), skip)
 
 
-Chosen: TypeAlias = Choice | list["Chosen"] | str | None  # text: a name that Lightning looks up
+Chosen: TypeAlias = Choice | list["Chosen"] | str | bool | None  # text: a name that Lightning looks up
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,27 @@ class Classes:
     bases: tuple[type, ...]  # what the classes derive from; short names are those of subclasses of the first
     package: ModuleType  # where short names are looked up
     skip: frozenset[str] = frozenset()  # arguments of their constructors that are not options
-    refused: Mapping[Any, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
+    refused: Mapping[type, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
     @property
     def by_name(self) -> dict[str, type]:
         """The package's classes by short name."""
         return {
             name: value
-            for name, value in self._of_package(self.bases[0]).items()
-            if value not in self.bases and not inspect.isabstract(value) and not name.startswith("_")
+            for name, value in vars(self.package).items()
+            if inspect.isclass(value) and issubclass(value, self.bases[0]) and value not in self.bases
+            and not inspect.isabstract(value) and not name.startswith("_")
             and not issubclass(value, tuple(self.refused))
         }  # fmt: skip
 
-    def _of_package(self, *bases: type) -> dict[str, type]:
-        """Return the package's classes with one of these bases, by name."""
-        classes = {name: value for name, value in vars(self.package).items() if inspect.isclass(value)}
-        return {name: value for name, value in classes.items() if issubclass(value, bases)}
-
-    def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
+    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
         """Find a class by name or import path, and the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
         if isinstance(name, str) and "." in name:
             chosen: type | None = import_class(name, key, self.bases)
         else:
-            chosen = {**self.by_name, **self._of_package(*self.refused)}.get(str(name))
+            chosen = ({other.__name__: other for other in self.refused} | self.by_name).get(str(name))
         if chosen is None or chosen in self.bases:
             raise BadInput(key, name, self.expected(name))
         for refused, expected in self.refused.items():
@@ -76,14 +74,14 @@ class Classes:
                 raise BadInput(key, name, expected)
         return chosen, {}
 
-    def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+    def is_same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
         """Return whether a name stands for the class of an old name, which has these options."""
         whole, before = (value if "." in str(value) else f"{self.package.__name__}.{value}" for value in (name, old))
         return whole == before
 
     def path(self, chosen: type, name: str) -> str:
         """Return the class path to write down: the package's if the class is there, else the name."""
-        inside = getattr(self.package, chosen.__name__, None) is chosen
+        inside = vars(self.package).get(chosen.__name__) is chosen
         return f"{self.package.__name__}.{chosen.__name__}" if inside else name
 
     def expected(self, name: Any = "") -> str:
@@ -93,19 +91,29 @@ class Classes:
         return f"{listed} or the import path of a class{near(name, names)}"
 
 
+def put_working_directory_first() -> None:
+    """Let modules of the working directory come before others of the same name that are not loaded yet."""
+    folder = str(Path.cwd())
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # a file may be new
+
+
 def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
     """Import a class by its path, from the working directory first; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
+    put_working_directory_first()
     try:
-        module = import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does
         raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
     target = getattr(module, name, None)
     if not inspect.isclass(target):
-        members = vars(module).items()
-        classes = [other for other, value in members if inspect.isclass(value) and issubclass(value, bases)]
+        classes = [
+            other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
+        ]
         fault = f"is no class of {module_name}" if target is None else "is no class"
-        hint = near(name, classes) + hidden_file(module_name)
+        hint = near(name, classes) + _hidden_file(module_name)
         raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")
     if not issubclass(target, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")
@@ -118,9 +126,19 @@ def _why_not(module_name: str, error: Exception) -> str:
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
-    places = getattr(import_module(parent), "__path__", []) if parent else None
+    places = vars(importlib.import_module(parent)).get("__path__", []) if parent else None
     others = near(missing, [module.name for module in pkgutil.iter_modules(places)])
-    return f"there is no module {error.name}{others}{hidden_file(module_name)}"
+    return f"there is no module {error.name}{others}{_hidden_file(module_name)}"
+
+
+def _hidden_file(module_name: str) -> str:
+    """End a message with this module's file in the working directory, if another module has its name."""
+    top = module_name.partition(".")[0]
+    file = next((path for path in (Path(top, "__init__.py"), Path(f"{top}.py")) if path.is_file()), None)
+    loaded = getattr(sys.modules.get(top), "__file__", None)
+    if file is None or loaded is None or Path(loaded).samefile(file):
+        return ""
+    return f"; {file} needs another name: {loaded} has this one"
 
 
 def _is_choice(value: Any) -> bool:

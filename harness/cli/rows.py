@@ -53,7 +53,8 @@ def rows(config: Namespace) -> dict[str, Row]:
     Raises:
         BadInput: two rows have one name, or `--only` has a name that is neither a row's nor a variant's.
     """
-    students, variants = getattr(config, STUDENTS, None) or {}, getattr(config, VARIANTS, None) or {}
+    settings = vars(config)
+    students, variants = settings.get(STUDENTS) or {}, settings.get(VARIANTS) or {}
     by_name: dict[str, Row] = {}
     for row in (Row(variant, student) for student in students or [None] for variant in variants):
         if row.name in by_name:
@@ -61,9 +62,8 @@ def rows(config: Namespace) -> dict[str, Row]:
             expected = f"a name that gives no row the name of another; {row.name} is also one of {other}"
             raise BadInput(row.net, students[row.student].name, expected)
         by_name[row.name] = row
-    only: Sequence[str] | None = getattr(config, "only", None)
     names = dict.fromkeys([*by_name, *(variants if students else ())])
-    named = set(pick(names, only))
+    named = set(pick(names, settings.get("only")))
     variants_named = named - {*by_name} if students else set()
     return {name: row for name, row in by_name.items() if name in named or row.variant in variants_named}
 
@@ -77,4 +77,4 @@ def list_used(config: Namespace, key: str) -> list[str]:
 def choice_at(config: Namespace, key: str) -> Any:
     """Return the choice at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
-    return getattr(config, first)[name] if name else getattr(config, first)
+    return vars(config)[first][name] if name else vars(config)[first]

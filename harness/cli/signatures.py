@@ -8,7 +8,7 @@ import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -30,7 +30,7 @@ class Signature:
     perhaps with what to do instead; `types` replace types of the constructor.
     """
 
-    def __init__(self, target: type, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, target: type[Any], skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, parameters = target, inspect.signature(target).parameters
         self._skip, self._instead = frozenset(skip), skip if isinstance(skip, Mapping) else {}
         self.path = f"{target.__module__}.{target.__qualname__}"
@@ -110,12 +110,6 @@ def _fits(value: Any) -> bool:
     if isinstance(value, float):
         return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
     return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-class Texts(NamedTuple):
-    """Settings of any names below a key, kept as text; `about` describes them in the help."""
-
-    about: str
 
 
 options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip

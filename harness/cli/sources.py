@@ -1,8 +1,8 @@
-"""Settings by flag: a layer for the command line, and one for each YAML file."""
+"""Settings by flag, in layers: the defaults first, then files, then flags, of which the last count."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -17,10 +17,11 @@ OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; th
 
 
 class Setting(NamedTuple):
-    """A value and the file that it is from, if any."""
+    """A value, and where it is from unless that is the command line."""
 
     value: Any
     source: str = ""
+    of_any_class: bool = False  # an option that stays where another class is chosen
 
 
 Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
@@ -42,24 +43,22 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
             raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
-    pairs = [(flag, [expand_home(value) for value in values]) for flag, values in pairs]
+    pairs = [(flag, expand_home(values)) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
         for flag, values in pairs
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
-    layers = [
-        {flag: Setting(expand_home(value), path) for flag, (value, _) in layer(load(path), path).items()}
-        for path in files
-    ]
-    return [*layers, flags], {flag for flag, _ in pairs if flag in BARE}
+    return [*(layer(expand_home(load(path)), path) for path in files), flags], {flag for flag, _ in pairs} & {*BARE}
 
 
 def expand_home(value: Any) -> Any:
     """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone."""
     if isinstance(value, list):
         return [expand_home(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: expand_home(entry) for name, entry in value.items()}
     if not isinstance(value, str):
         return value
     return re.sub(r"(?<=[\[, ])~(?=/)" if value.startswith("[") else r"^~(?=/|$)", lambda _: str(Path.home()), value)
@@ -94,6 +93,12 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
     return settings
 
 
+def recipe(flags: Mapping[str, Any], source: str) -> Layer:
+    """Return a layer whose options are of any class where it does not choose the class."""
+    settings = layer(flags, source)
+    return {flag: new._replace(of_any_class=flag.rpartition(".")[0] not in settings) for flag, new in settings.items()}
+
+
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield nested settings as flags and values; with `lists`, also the entries of lists that hold mappings.
 
@@ -111,6 +116,28 @@ def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, A
             yield from flat(entry, f"{key}.{i}")
     else:
         yield key, value
+
+
+def below(flag: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands below a flag, by the rest of the flags."""
+    start = f"{flag}."
+    return {other.removeprefix(start): setting for other, setting in settings.items() if other.startswith(start)}
+
+
+def merge(layers: Sequence[Layer], is_same: Callable[[str, Any, Any, Layer], bool]) -> dict[str, Setting]:
+    """Merge layers, of which the last counts. Another class drops the options of the one before.
+
+    `is_same` compares classes: flag, new name, old name, the options of the old one.
+    """
+    merged: dict[str, Setting] = {}
+    for settings in layers:
+        for flag, setting in settings.items():
+            options = below(flag, merged)
+            if flag in merged and options and not is_same(flag, setting.value, merged[flag].value, options):
+                dropped = {f"{flag}.{name}" for name, option in options.items() if not option.of_any_class}
+                merged = {other: kept for other, kept in merged.items() if other not in dropped}
+        merged |= settings
+    return merged
 
 
 @contextmanager

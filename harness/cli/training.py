@@ -80,7 +80,7 @@ class Loggers(Classes):
     bases: tuple[type, ...] = (Logger,)
     package: ModuleType = loggers
 
-    def find(self, name: Any, key: str) -> tuple[Any, Mapping[str, Any]]:
+    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
         """Return the class of this name, or true or false."""
         if key == "trainer.logger" and str(name).lower() in {"true", "false"}:
             return str(name).lower() == "true", {}
@@ -101,7 +101,7 @@ class Strategies(Classes):
         """`auto`, and the project's short names, each with the base: a class is imported when it is chosen."""
         return dict.fromkeys(["auto", *self.names], Strategy)
 
-    def find(self, name: Any, key: str) -> tuple[type | str | None, Mapping[str, Any]]:
+    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
         """Return the class of this name and the options that the name sets; Lightning's names as they are."""
         if name in list(self.names):
             path, sets = self.names[name]
@@ -115,7 +115,7 @@ class Strategies(Classes):
         path, sets = self.names[name]
         return Choice(path, {**options_of(resolve_name(path), self.skip).defaults, **sets})
 
-    def same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
+    def is_same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
         """Return whether a name stands for an old one, or for the class and options that were given for it."""
         return name in (old, self.label(Choice(str(old), dict(options))))
 

@@ -3,14 +3,13 @@
 import argparse
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from harness.cli.classes import Classes
-from harness.cli.signatures import Missing, Signature, Texts
+from harness.cli.signatures import Missing
 
 if TYPE_CHECKING:
     from harness.cli.parser import Parser
@@ -28,8 +27,8 @@ COMMON = (
 Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
-def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
-    """Return the help: `flags` are all below the parser's keys, `nested` is what options of the Trainer choose from."""
+def text(parser: "Parser", flags: Flags) -> str:
+    """Return the help; `flags` are all below the parser's keys."""
     usage = f"{parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]"
     shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=COLUMN, width=WIDTH)
     page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
@@ -37,40 +36,35 @@ def text(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> str:
     plain = {name: (options.defaults[name], about) for name, about in options.help.items()}
     acting = {flag: entry for flag, entry in {**plain, **flags}.items() if flag not in parser.idle}
     common = {flag: acting.pop(flag) for flag in COMMON if flag in acting}
-    groups = [("common flags", {**BARE, **common}), *_groups(parser, acting, nested)]
-    for title, members in groups:
+    others = {flag: acting.pop(flag) for flag in plain if flag in acting}
+    titles = {"": f"other flags of {parser.prog}", **_titles(parser, flags)}
+    groups: dict[str, dict[str, tuple[Any, str]]] = {"": others}
+    for flag, entry in acting.items():
+        owners = [key for key in titles if f"{flag}.".startswith(f"{key}.")]
+        groups.setdefault(owners[-1], {})[flag] = entry
+    for title, members in [
+        ("common flags", {**BARE, **common}),
+        *((titles[key], groups.get(key, {})) for key in titles),
+    ]:
         group = page.add_argument_group(textwrap.fill(title, WIDTH))
         for flag, (value, about) in members.items():
             group.add_argument(f"--{flag}", metavar=_as_text(value), help=_first_sentence(about).replace("%", "%%"))
     return page.format_help()
 
 
-def _groups(parser: "Parser", flags: Flags, nested: Mapping[str, Classes]) -> Iterator[tuple[str, Flags]]:
-    """Yield titles, and the flags below them."""
-    yield f"other flags of {parser.prog}", {name: flags[name] for name in parser.options.hints if name in flags}
+def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
+    """Return what the help says of each key, and of options of the Trainer that choose classes."""
+    titles = {}
     for key, entry in parser.entries.items():
-        below = _below(key, flags)
-        if isinstance(entry, Texts):
-            if below:  # an option above names the key
-                yield f"{key}: {entry.about}", below
-        elif not isinstance(entry, Signature):
-            yield _title(f"{key}: any name with one of " if entry.named else f"{key}: ", entry.classes), below
-        else:
-            choosing = {f"{key}.{name}": _below(f"{key}.{name}", below) for name in nested} if key == "trainer" else {}
-            chosen = {flag: inner for flag, inner in choosing.items() if inner and flags[flag][0] is not None}
-            inside = {flag for inner in chosen.values() for flag in inner}
-            plain = {flag: text for flag, text in below.items() if flag not in inside}
-            yield f"{key}: options of {'lightning.pytorch.Trainer' if key == 'trainer' else entry.path}", plain
-            for flag, inner in chosen.items():
-                yield _title(f"{flag}: ", nested[flag.rpartition(".")[2]]), inner
-
-
-def _below(key: str, flags: Flags) -> Flags:
-    return {flag: text for flag, text in flags.items() if flag == key or flag.startswith(f"{key}.")}
-
-
-def _title(start: str, classes: Classes) -> str:
-    return f"{start}{', '.join(classes.by_name)}, or the import path of a class"
+        if entry.options is not None:
+            titles[key] = f"{key}: options of {entry.options.path.replace('.trainer.trainer.', '.')}"
+        elif key not in parser.classes:
+            titles[key] = f"{key}: {entry.about}"
+        for flag, classes in parser.classes.items():
+            if flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
+                any_name = "any name with one of " if entry.named else ""
+                titles[flag] = f"{flag}: {any_name}{', '.join(classes.by_name)}, or the import path of a class"
+    return titles
 
 
 def _first_sentence(about: str) -> str:

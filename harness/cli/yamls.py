@@ -1,6 +1,5 @@
 """YAML of a bounded depth and size; what would end the process, or fill the memory, is refused at once."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -10,43 +9,22 @@ from apprentice.errors import BadInput
 
 DEEPEST = 50  # levels; the loader in C ends the process at some ten thousand
 MOST = 100_000  # values, an alias counted as what it stands for
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-class UnboundedError(yaml.MarkedYAMLError):
-    """YAML that is nested too deeply, or has too many values."""
+class RefusedError(yaml.MarkedYAMLError):
+    """YAML that is nested too deeply, has too many values, or has a key twice, of which loaders take the last."""
 
-
-class RepeatedKeyError(yaml.MarkedYAMLError):
-    """A mapping with two values for one key, of which YAML's loaders take the last."""
-
-
-@dataclass
-class _Collection:
-    """A list or mapping that is not yet closed."""
-
-    anchor: str | None
-    keys: set[str] | None = None  # of a mapping
-    is_key_next: bool = True
-    size: int = 1  # values so far, itself one of them
-
-    def add(self, event: yaml.Event, size: int) -> str | None:
-        """Count a value of this size; return a mapping's key that is there already."""
-        self.size += size
-        if self.keys is None:
-            return None
-        key = event.value if self.is_key_next and isinstance(event, yaml.ScalarEvent) else None
-        self.is_key_next = not self.is_key_next
-        if key is None or key not in self.keys:
-            self.keys.update([] if key is None else [key])
-            return None
-        return str(key)
+    def __init__(self, problem: str, node: yaml.Node | yaml.Event) -> None:
+        mark: Any = node.start_mark  # libyaml's, with the attributes of PyYAML's
+        super().__init__(problem=problem, problem_mark=mark)
 
 
 def load(text: str) -> Any:
     """Parse YAML, numbers as jsonargparse reads them.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or unbounded, or a mapping has a key twice.
+        yaml.YAMLError: it is not YAML, or refused.
     """
     check(text)
     try:
@@ -58,48 +36,45 @@ def load(text: str) -> Any:
 
 
 def check(text: str) -> None:
-    """Raise UnboundedError or RepeatedKeyError for YAML that `load` refuses by these; YAMLError if it is not YAML."""
-    sizes: dict[str | None, int] = {}  # by anchor
-    around: list[_Collection] = []
-    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        anchor, size = getattr(event, "anchor", None), 1
-        mark: Any = event.start_mark  # libyaml's, with the attributes of PyYAML's
-        if isinstance(event, yaml.CollectionStartEvent):
-            around.append(_Collection(anchor, set() if isinstance(event, yaml.MappingStartEvent) else None))
-            if len(around) > DEEPEST:
-                raise UnboundedError(problem=f"more than {DEEPEST} levels, one inside the other", problem_mark=mark)
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            closed = around.pop()
-            anchor, size = closed.anchor, closed.size
-        elif isinstance(event, yaml.AliasEvent):
-            if any(anchor == outer.anchor for outer in around):
-                problem = f"the alias *{anchor} inside of what it stands for"
-                raise UnboundedError(problem=problem, problem_mark=mark)
-            size = sizes.get(anchor, 1)
-        elif not isinstance(event, yaml.ScalarEvent):
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        if around:
-            repeated = around[-1].add(event, size)
-            if repeated is not None:
-                raise RepeatedKeyError(problem=f"{repeated} is there twice", problem_mark=mark)
-        if size > MOST:
-            problem = f"more than {MOST} values, aliases counted as what they stand for"
-            raise UnboundedError(problem=problem, problem_mark=mark)
+    """Raise RefusedError for YAML that `load` refuses; another YAMLError if it is not YAML."""
+    depth = 0
+    for event in yaml.parse(text, LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise RefusedError(f"more than {DEEPEST} levels, one inside the other", event)
+    if (node := yaml.compose(text, LOADER)) is not None:
+        _count(node, {}, ())
+
+
+def _count(node: yaml.Node, counts: dict[yaml.Node, int], around: tuple[yaml.Node, ...]) -> int:
+    """Return the number of values of a node; an alias is the node for which it stands."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if node in around:
+        raise RefusedError("a list or mapping inside of itself", node)
+    if node not in counts:
+        inside = node.value
+        if isinstance(node, yaml.MappingNode):
+            keys = set[str]()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in keys:
+                    raise RefusedError(f"{key.value} is there twice", key)
+                keys.add(key.value)
+            inside = [part for pair in node.value for part in pair]
+        counts[node] = 1 + sum(_count(part, counts, (*around, node)) for part in inside)
+        if counts[node] > MOST:
+            raise RefusedError(f"more than {MOST} values, aliases counted as what they stand for", node)
+    return counts[node]
 
 
 def check_value(text: str, flag: str) -> None:
-    """Raise BadInput for a flag's text that is unbounded as YAML, or has a key twice; pass what is not YAML."""
+    """Raise BadInput for a flag's text that `load` refuses; pass what is not YAML, which some types take."""
     try:
         check(text)
-    except UnboundedError as error:
-        raise BadInput(flag, text, f"a value of a bounded size, not {error.problem}") from error
-    except RepeatedKeyError as error:
-        raise BadInput(flag, text, f"each key once; {error.problem}") from error
+    except RefusedError as error:
+        raise BadInput(flag, text, f"YAML of a bounded size with each key once; {error.problem}") from error
     except yaml.YAMLError:
-        pass  # some types take such text
+        pass
 
 
 def read_value(value: Any, flag: str) -> Any:

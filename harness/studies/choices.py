@@ -2,7 +2,7 @@
 
 import copy
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,12 @@ from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks import Metric, Task, task_of
 
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
+
+
+def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
+    """Return the arguments of nets that the chosen data gives, those of images where it is of other people's class."""
+    data = import_class(chosen["data"].class_path, "data")
+    return data.given_to_nets if issubclass(data, InMemoryData) else InMemoryData.given_to_nets
 
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:

@@ -32,6 +32,7 @@ from lit_modules.nets import LightNN
 from strategies import DDP
 from tests.commands import refused, results
 from tests.datamodules.test_resume import Saver
+from tests.grids import mostly_slow
 from tests.training import assert_same, fit, trainer, weights
 
 
@@ -95,8 +96,6 @@ class Mine(LightningDataModule):
 
 
 class Batches:
-    """No DataLoader: the same batches each time."""
-
     def __init__(self, count: int, size: int = 16) -> None:
         self.count, self.size = count, size
 
@@ -111,8 +110,6 @@ class Batches:
 
 
 class Plain(Mine):
-    """With loaders that are no DataLoaders."""
-
     def train_dataloader(self) -> Any:
         return Batches(5)
 
@@ -219,8 +216,6 @@ def test_its_hooks_run_and_batches_are_tested_once_under_a_limit() -> None:
 
 
 class Stream(IterableDataset):
-    """Without a length."""
-
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         return iter([(torch.zeros(1, 8, 8), 0)] * 20)
 
@@ -241,7 +236,6 @@ def samples(*values: tuple[Any, Any], batch_size: int = 4, **options: Any) -> Da
 
 
 def named(*names: str) -> DataLoader:
-    """A loader of a part of a data set whose classes have these names."""
     data = TensorDataset(*USUAL)
     data.classes = list(names)  # type: ignore[attr-defined]
     return DataLoader(Subset(data, range(8)), batch_size=4)
@@ -253,71 +247,49 @@ MORE_BOXES = {"boxes": torch.zeros(3, 4)}
 A_CLASS = "labels (n,) of whole numbers, a class for each sample"
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (of(pairs(*USUAL), num_classes=None), "num_classes None: expected the number of classes, at least 2; Mine"),
-        (of(pairs(*USUAL), num_classes=2), "num_classes 2: expected labels from 0 to 1; the first batch has 0 to 2"),
-        (of([pairs(*USUAL)] * 2), "data Mine: expected one loader from train_dataloader(); it gives list"),
-        (of(DataLoader(Stream())), "data Mine: expected a loader with a length from train_dataloader()"),
-        (
-            of(pairs(USUAL[0], torch.zeros(8))),
-            "data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected batches",
-        ),
-        (of(DataLoader(Images(), collate_fn=lambda _: {"x": 1})), "data dict: expected batches of two tensors"),
-        (
-            of(DataLoader(Images(), sampler=DistributedSampler(Images(), 2, 0))),
-            "data Mine: expected a loader without a DistributedSampler from train_dataloader()",
-        ),
-        (LightningDataModule(), "data LightningDataModule: expected a data module with train_dataloader()"),
-        (of(pairs(*USUAL), num_classes=1), "num_classes 1: expected the number of classes, at least 2, each with a"),
-        (of(samples((IMAGE, 0), (LARGER, 1))), "samples that can be joined, of one size; they can't: stack expects"),
-        (of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)), "they can't: stack expects each tensor to be equal size"),
-        (
-            of(samples((IMAGE, BOXES), (IMAGE, MORE_BOXES))),
-            "samples that can be joined, of one size; they can't: stack",
-        ),
-        (of(samples((IMAGE, BOXES))), A_CLASS),
-        (of(samples((IMAGE, IMAGE))), A_CLASS),
-        (of(samples((IMAGE, torch.tensor([0, 1])))), A_CLASS),
-        (of(samples((IMAGE, 0.5))), A_CLASS),
-        (of(samples((Image.new("L", (8, 8)), 0))), "they can't: default_collate: batch must contain tensors"),
-        (of(samples((IMAGE.byte(), 0))), "images of floats, as ToTensor makes them; train_dataloader() gives uint8"),
-        (of(samples((IMAGE, 0), drop_last=True)), "data Mine: expected a batch or more from train_dataloader()"),
-        (
-            of(samples((LARGER, 0))),
-            "first batch of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)",
-        ),
-        (
-            of(named(*"abc"), test_dataloader=lambda: named(*"bac")),
-            "data sets with the same classes in the same order; test has b, a, c and train a, b, c",
-        ),
-    ],
-    ids=[
-        "classes",
-        "labels",
-        "two",
-        "length",
-        "floats",
-        "dict",
-        "sampler",
-        "none",
-        "logit",
-        "sizes",
-        "worker",
-        "boxes",
-        "box",
-        "map",
-        "several",
-        "regression",
-        "picture",
-        "uint8",
-        "dropped",
-        "validation",
-        "names",
-    ],
-)
-def test_what_can_not_be_used_is_refused(data: LightningDataModule, message: str) -> None:
+BAD: dict[str, tuple[Any, str]] = {
+    "classes": (
+        of(pairs(*USUAL), num_classes=None),
+        "num_classes None: expected the number of classes, at least 2; M",
+    ),
+    "labels": (
+        of(pairs(*USUAL), num_classes=2),
+        "num_classes 2: expected labels from 0 to 1; the first batch has 0 t",
+    ),
+    "two": (of([pairs(*USUAL)] * 2), "data Mine: expected one loader from train_dataloader(); it gives list"),
+    "length": (of(DataLoader(Stream())), "data Mine: expected a loader with a length from train_dataloader()"),
+    "floats": (of(pairs(USUAL[0], torch.zeros(8))), "data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected ba"),
+    "dict": (of(DataLoader(Images(), collate_fn=lambda _: {"x": 1})), "data dict: expected batches of two tensors"),
+    "sampler": (
+        of(DataLoader(Images(), sampler=DistributedSampler(Images(), 2, 0))),
+        "data Mine: expected a loader without a DistributedSampler from train_dataloader()",
+    ),
+    "none": (LightningDataModule(), "data LightningDataModule: expected a data module with train_dataloader()"),
+    "logit": (of(pairs(*USUAL), num_classes=1), "num_classes 1: expected the number of classes, at least 2, each with"),
+    "sizes": (of(samples((IMAGE, 0), (LARGER, 1))), "samples that can be joined, of one size; they can't: stack expec"),
+    "worker": (of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)), "they can't: stack expects each tensor to be equa"),
+    "boxes": (of(samples((IMAGE, BOXES), (IMAGE, MORE_BOXES))), "can be joined, of one size; they can't: stack"),
+    "box": (of(samples((IMAGE, BOXES))), A_CLASS),
+    "map": (of(samples((IMAGE, IMAGE))), A_CLASS),
+    "several": (of(samples((IMAGE, torch.tensor([0, 1])))), A_CLASS),
+    "regression": (of(samples((IMAGE, 0.5))), A_CLASS),
+    "picture": (of(samples((Image.new("L", (8, 8)), 0))), "they can't: default_collate: batch must contain tensors"),
+    "uint8": (
+        of(samples((IMAGE.byte(), 0))),
+        "floats, as ToTensor makes them; train_dataloader() gives uint8",
+    ),
+    "dropped": (of(samples((IMAGE, 0), drop_last=True)), "Mine: expected a batch or more from train_dataloader()"),
+    "validation": (of(samples((LARGER, 0))), "of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)"),
+    "names": (
+        of(named(*"abc"), test_dataloader=lambda: named(*"bac")),
+        "data sets with the same classes in the same order; test has b, a, c and train a, b, c",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_can_not_be_used_is_refused(case: str) -> None:
+    data, message = BAD[case]
     with pytest.raises(BadInput, match=re.escape(message)) as error:
         Adapted(data).setup()
     assert "\n" not in str(error.value)
@@ -357,8 +329,6 @@ def test_what_does_not_hold_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class NoValidation(LightningDataModule):
-    """Trains and tests."""
-
     num_classes = 3
 
     def train_dataloader(self) -> Any:
@@ -369,13 +339,11 @@ class NoValidation(LightningDataModule):
 
 
 class NoTest(NoValidation):
-    """Trains and validates."""
-
     val_dataloader = NoValidation.test_dataloader
     test_dataloader = LightningDataModule.test_dataloader
 
 
-@pytest.mark.parametrize("kind", [NoValidation, NoTest])
+@pytest.mark.parametrize("kind", mostly_slow([NoValidation, NoTest], NoTest))
 def test_the_studies_take_one_that_lacks_a_loader(kind: type, tmp_path: Path) -> None:
     data = ["--data", f"{__name__}.{kind.__name__}"]
     kd.main([*data, "--teacher", "LightNN", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--seeds", "1",

@@ -40,13 +40,11 @@ def in_memory(root: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def cache(root: Path) -> Path:
-    """The file of the images to train, which is larger than that of the images to test."""
     return max((root / ".apprentice").iterdir(), key=lambda path: path.stat().st_size)
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The images that were decoded, in order."""
     found, take = [], Files.take
 
     def taken(self: Files, chosen: torch.Tensor) -> Any:

@@ -22,8 +22,6 @@ def same_bits() -> None:
 
 
 class Places(Callback):
-    """Where batches and their set are."""
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         found = {x.device.type for x in (*batch[:4], *data._moved["train", trainer.strategy.root_device])}

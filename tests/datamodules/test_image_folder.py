@@ -3,6 +3,7 @@
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,6 @@ def test_resized_images_have_short_side_and_middle(root: Path) -> None:
     assert data.input_shape == (3, 8, 8)
     small = Image.open(root / "train" / "cat" / "0.png").resize((16, 8), Image.Resampling.BILINEAR).crop((4, 0, 12, 8))
     assert np.array_equal(np.asarray(small), data.split("train").inputs[0].permute(1, 2, 0).numpy())
-
-
-def test_own_mean_and_deviation(root: Path) -> None:
-    data = ImageFolder(root, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 2.0))
-    white = torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)
-    assert data.normalize(white).flatten().tolist() == [1.0, 1.0, 0.0]
 
 
 def test_an_unequal_folder_keeps_both_classes_and_tells_their_counts(
@@ -249,12 +244,6 @@ def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(
     assert capsys.readouterr().err.splitlines()[0] == f"ImageFolder: skipped in {root}: {told}"
 
 
-def test_one_class_is_refused(root: Path) -> None:
-    for part in ("train", "test"):
-        shutil.rmtree(root / part / "dog")
-    assert refusal(ImageFolder(root)) == f"data.root {root}: expected at least 2 classes; there is one, cat"
-
-
 def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,46 +259,54 @@ def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
     refused(kd.main, flags, "--data.root b'", "caf\\xe9': expected text in UTF-8", tmp_path, capsys)
 
 
-@pytest.mark.parametrize("part", ["train", "test"])
-def test_missing_part_is_named(root: Path, part: str) -> None:
-    (root / part).rename(root / "elsewhere")
+def remove(root: Path, *patterns: str) -> None:
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+EXPECTED, DOG = "expected images (.jpg, ", "train/dog/3.png"
+UNREADABLE = "data.root {}/train/dog/3.png: expected an image that can be read ("
+FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done, and how the line begins and ends
+    "one class": (
+        lambda root: remove(root, "*/dog"), "data.root {}: expected at least 2 classes; there is one, cat", "",
+    ),
+    "no train": (
+        lambda root: remove(root, "train"), "data.root {}: " + EXPECTED,
+        "in train/<class>/ and test/<class>/; {}/train: [Errno 2] No such file or directory: '{}/train'",
+    ),
+    "no test": (
+        lambda root: remove(root, "test"), "data.root {}: " + EXPECTED,
+        "in train/<class>/ and test/<class>/; {}/test: [Errno 2] No such file or directory: '{}/test'",
+    ),
+    "no class": (lambda root: remove(root, "train/*"), "data.root {}: ", "Couldn't find any class folder in {}/train"),
+    "a class in test only": (
+        lambda root: picture(root / "test" / "bird" / "0.png", 0), "data.root {}: ", "test/bird is not in train/",
+    ),
+    "a class in train only": (
+        lambda root: picture(root / "train" / "ant" / "0.png", 0), "data.root {}: ", "train/ant is not in test/",
+    ),
+    "a class without images": (
+        lambda root: remove(root, "test/dog/*"), "data.root {}: ",
+        "{}/test: Found no valid file for the classes dog",
+    ),
+    "text": (lambda root: (root / DOG).write_bytes(b"no image"), UNREADABLE, ")"),
+    "empty": (lambda root: (root / DOG).write_bytes(b""), UNREADABLE, ")"),
+    "truncated": (lambda root: (root / DOG).write_bytes((root / DOG).read_bytes()[:150]), UNREADABLE, ")"),
+    "another size": (
+        lambda root: picture(root / "test" / "dog" / "2.png", 0, size=(9, 10)),
+        "data.image_size None: expected a size to bring all images to, as ",
+        "as {}/test/dog/2.png is 9x10 and {}/train/cat/0.png is 12x10",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_folder_of_images_is_refused(root: Path, fault: str) -> None:
+    act, begins, ends = FAULTS[fault]
+    act(root)
     message = refusal(ImageFolder(root))
-    assert message.startswith(f"data.root {root}: expected images (.jpg, ")
-    assert f"in train/<class>/ and test/<class>/; {root / part}: [Errno 2] No such file or directory" in message
-
-
-def test_part_without_classes_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    assert refusal(ImageFolder(tmp_path)).endswith(f"Couldn't find any class folder in {tmp_path / 'train'}")
-
-
-def test_class_in_one_part_only_is_named(root: Path) -> None:
-    picture(root / "test" / "bird" / "0.png", 0)
-    assert refusal(ImageFolder(root)).endswith("test/bird is not in train/")
-    picture(root / "train" / "bird" / "0.png", 0)
-    picture(root / "train" / "ant" / "0.png", 0)
-    assert refusal(ImageFolder(root)).endswith("train/ant is not in test/")
-
-
-def test_class_without_images_is_named(root: Path) -> None:
-    for path in (root / "test" / "dog").iterdir():
-        path.unlink()
-    assert refusal(ImageFolder(root)).endswith(f"{root / 'test'}: Found no valid file for the classes dog")
-
-
-@pytest.mark.parametrize("fault", ["text", "empty", "truncated"])
-def test_unreadable_image_is_named(root: Path, fault: str) -> None:
-    path = root / "train" / "dog" / "3.png"
-    path.write_bytes({"text": b"no image", "empty": b"", "truncated": path.read_bytes()[:150]}[fault])
-    assert refusal(ImageFolder(root)).startswith(f"data.root {path}: expected an image that can be read (")
-
-
-def test_another_size_is_refused_naming_both_files_and_the_flag(root: Path) -> None:
-    picture(root / "test" / "dog" / "2.png", 0, size=(9, 10))
-    assert refusal(ImageFolder(root)) == (
-        "data.image_size None: expected a size to bring all images to, as "
-        f"{root / 'test' / 'dog' / '2.png'} is 9x10 and {root / 'train' / 'cat' / '0.png'} is 12x10"
-    )
+    assert message.startswith(begins.format(root, root))
+    assert message.endswith(ends.format(root, root))
 
 
 def test_what_would_not_fit_is_refused_before_decoding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,24 +331,6 @@ def test_memory_heeds_a_containers_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory.available_bytes() == 3000
     limit.write_text("max\n")
     assert memory.available_bytes() > 10**6
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),
-        ({"std": [1.0, 0.0, 1.0]}, "data.std [1.0, 0.0, 1.0]: expected a list of 3 numbers, one a channel, above 0"),
-        (
-            {"mean": [1.0, float("nan"), 1.0]},
-            "data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel",
-        ),
-    ],
-    ids=str,
-)
-def test_impossible_options_are_refused_when_constructed(options: dict, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        ImageFolder("nowhere", **options)
-    assert str(error.value) == message
 
 
 def test_options_come_from_the_command_line(root: Path) -> None:

@@ -105,13 +105,12 @@ def test_scores_are_those_of_one_device(case: str) -> None:
     """Of 100 images in batches of 37 there are 74: 2 of 3 batches."""
     make, strategy, stage, limit = CASES[case]
     module, data, found = make(), digits(validation_size=100), []
-    for devices in (1, 2, 3):
+    for devices in (1, 3):
         options = {"strategy": strategy()} if strategy and devices > 1 else {}
         with quiet():
             made = trainer(devices, **{f"limit_{stage}_batches": limit}, **options)
             found += (made.test if stage == "test" else made.validate)(module, data, verbose=False)
     assert found[1] == pytest.approx(found[0], rel=1e-6)
-    assert found[2] == pytest.approx(found[0], rel=1e-6)
     if make is classifier:
         assert found[0][f"{stage}/acc"] * 74 == pytest.approx(round(found[0][f"{stage}/acc"] * 74))
 

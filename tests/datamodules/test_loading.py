@@ -174,8 +174,6 @@ def test_augmentation_of_a_sample_is_the_same_in_any_company() -> None:
 
 
 class Inputs(LightningModule):
-    """Keeps the batches that reach its steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(64, 10)

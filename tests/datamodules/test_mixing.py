@@ -33,8 +33,6 @@ class Seen(Callback):
 
 
 def batches(**options: Any) -> tuple[list[Batch], list[Batch]]:
-    """What a step sees with and without mixing."""
-
     def seen(data: Digits) -> list[Batch]:
         seen = Seen()
         fit(classifier(), data, precision="64-true", max_epochs=3, callbacks=[seen])

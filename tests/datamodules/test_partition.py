@@ -15,14 +15,14 @@ from experiments import hardware, kd
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, DataParallel
-from tests.strategies.test_strategies import STEPS, SaveAndStop
+from tests.callbacks import SaveAndStop
+from tests.strategies.test_strategies import STEPS
 from tests.training import LinesLogger, assert_same, digits, distillation, fit, trainer, weights
 
 FRACTIONS = [0.7, 0.2, 0.1]
 
 
 def epochs(fractions: list[float], count: int = 2, size: int = 112, seed: int = 0) -> list[list[list[Batch]]]:
-    """The batches of each epoch, of each rank."""
     split = digits(train_size=size).split("train")
     ranks = len(fractions)
     loaders = [TrainLoader(split, 37, PartitionedOrder(fractions, 5, size, seed), r, ranks) for r in range(ranks)]
@@ -63,8 +63,6 @@ def test_a_global_batch_is_whole_and_shared_in_proportion(fractions: list[float]
 
 
 class Whole(PartitionedOrder):
-    """The same global batches on one process."""
-
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         return torch.arange(count)
 
@@ -82,7 +80,7 @@ class Together(Digits):
 
 @pytest.mark.parametrize(
     ("strategy", "fractions", "devices"),
-    [(DDP, FRACTIONS, 3), (ParamServer, [0.9, 0.1], 3)],
+    [(DDP, FRACTIONS, 3), pytest.param(ParamServer, [0.9, 0.1], 3, marks=pytest.mark.slow)],
 )
 def test_float64_agrees_with_one_process_on_the_same_batches(
     strategy: type[DataParallel], fractions: list[float], devices: int, tmp_path: Path
@@ -99,7 +97,9 @@ def test_float64_agrees_with_one_process_on_the_same_batches(
     assert len(one) == 20
 
 
-@pytest.mark.parametrize(("fractions", "atol"), [([0.8, 0.2], 0.0), (FRACTIONS, 1e-12)])  # gloo adds two in one order
+@pytest.mark.parametrize(
+    ("fractions", "atol"), [([0.8, 0.2], 0.0), pytest.param(FRACTIONS, 1e-12, marks=pytest.mark.slow)]
+)  # gloo adds two in one order
 def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
     fractions: list[float], atol: float, tmp_path: Path
 ) -> None:

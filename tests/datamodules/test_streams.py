@@ -69,9 +69,11 @@ def in_memory(root: Path) -> dict[str, torch.Tensor]:
     return ended(folder(root, cache="memory"))
 
 
+STREAMS = [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2), ("disk", None), ("disk", 2)]
+
+
 @pytest.mark.parametrize(
-    ("cache", "workers"),
-    [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2), ("disk", None), ("disk", 2)],
+    ("cache", "workers"), mostly_slow(STREAMS, ("none", 0), ("none", 3), ("memory", 2), ("disk", 2))
 )
 def test_a_stream_trains_to_the_bits_of_memory(
     root: Path, in_memory: dict[str, torch.Tensor], cache: Any, workers: int | None
@@ -136,7 +138,6 @@ def copied(root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def damaged(copied: Path) -> Path:
-    """A copy, with a file that is cut in the middle and one that is no image."""
     cut = copied / "train" / "dog" / "7.png"
     cut.write_bytes(cut.read_bytes()[:120])
     (copied / "test" / "cat" / "2.jpg").write_bytes(b"no image")
@@ -186,7 +187,6 @@ def kill_a_worker() -> None:
 
 @pytest.fixture(scope="module")
 def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study in memory, which nothing stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run = study(root, out, "--data.cache", "memory")
     assert run.wait() == 0, run.output
@@ -296,6 +296,7 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
         ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
         ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
         ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+        ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),
     ],
     ids=str,
 )

@@ -110,8 +110,6 @@ def test_every_block_of_a_short_text_fits(characters: int, tmp_path: Path) -> No
 
 
 class Place:
-    """What a data module asks of a trainer."""
-
     training = True
 
     def __init__(self, rank: int, replicas: int, behind: int) -> None:

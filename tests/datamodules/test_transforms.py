@@ -73,8 +73,6 @@ def test_half_of_the_images_are_mirrored() -> None:
 
 
 class Noisy:
-    """A user's own: draws from all three generators."""
-
     def __call__(self, image: Tensor) -> Tensor:
         drawn = random.randrange(8), np.random.randint(8), torch.randint(8, ())  # noqa: NPY002
         return image.roll(sum(map(int, drawn)), -1)
@@ -120,6 +118,7 @@ def test_mean_and_deviation_of_every_set_can_be_given() -> None:
     refused: dict[str, dict[str, Any]] = {
         "data.mean [0.5]: expected a list of 3 numbers, one a channel": {"mean": [0.5]},
         "data.std [1, 0, 1]: expected a list of 3 numbers, one a channel, above 0": {"std": [1, 0, 1]},
+        "data.mean [1.0, nan, 1.0]: expected a list of 3 numbers, one a channel": {"mean": [1.0, float("nan"), 1.0]},
     }
     for message, options in refused.items():
         with pytest.raises(BadInput) as error:

@@ -15,11 +15,12 @@ from harness.runs.quiet import quiet
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ZeRO1
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.lab.test_param_server import Plain, pairs
 from tests.lab.test_ring_training import AtValidation, statistics
 from tests.launching import free_port
-from tests.strategies.test_strategies import STEPS, SaveAndStop
+from tests.strategies.test_strategies import STEPS
 from tests.training import assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
 BOTH = pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])

@@ -12,8 +12,7 @@ from apprentice.keyed import with_seed
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import Hinton
-from strategies import DDP
-from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, trainer, weights
 
 
 def normalised(seed: int) -> nn.Sequential:
@@ -29,25 +28,23 @@ def distillation(**options: object) -> Distillation:
     return Distillation(normalised(1), students, SHAPE, optimizer=partial(SGD, lr=0.1), **options)
 
 
-def distilled(devices: int = 1, exact: int | None = None) -> dict[str, Tensor]:
-    strategy = DDP(timeout=60, exact=exact) if devices > 1 or exact else "auto"
-    return weights(fit(distillation(), digits(), devices, strategy=strategy, precision="64-true"))
+def distilled(place: str) -> dict[str, Tensor]:
+    return weights(fit(distillation(), digits(), **on(place), precision="64-true"))
 
 
 def test_a_teacher_gives_the_global_batch_its_statistics_and_is_not_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = distilled()
+    one = distilled("auto 1")
     line = "teacher's outputs are not stored: they depend on the batch, by its statistics in 2\n"
     assert line in capsys.readouterr().out
-    assert_same(one, distilled(3), atol=1e-12)
+    assert_same(one, distilled("ddp 3"), atol=1e-12)
     fit(distillation(teacher_cache_dir=tmp_path), digits())
     assert not list(tmp_path.iterdir())
 
 
 def test_exact_shards_have_the_same_bits_on_any_number_of_ranks() -> None:
-    one, three = (distilled(devices, exact=4) for devices in (1, 3))
-    assert_same(one, three)
+    assert_same(distilled("ddp 1 exact 4"), distilled("ddp 3 exact 4"))
 
 
 def test_a_teacher_is_that_of_torch_in_training_and_evaluation() -> None:
@@ -59,14 +56,13 @@ def test_a_teacher_is_that_of_torch_in_training_and_evaluation() -> None:
         torch.testing.assert_close(module.predict_beside_teacher(images)[0], plain(images))
 
 
-@pytest.mark.parametrize("exact", [None, 4])
-def test_nets_that_are_trained_and_scored_are_named_and_the_same_on_any_number_of_ranks(exact: int | None) -> None:
+@pytest.mark.parametrize("exact", ["", " exact 4"])
+def test_nets_that_are_trained_and_scored_are_named_and_the_same_on_any_number_of_ranks(exact: str) -> None:
     data, values = digits(batch_size=8, train_size=20, validation_size=0.3, test_size=10), []
-    for devices in (1, 3):
+    for place in (f"ddp 1{exact}", f"ddp 3{exact}"):
         with pytest.warns(UserWarning, match=r"Sequential keeps no running statistics in 2: its scores for a sample "):
             module = LitClassifier(normalised(0), optimizer=partial(SGD, lr=0.1))
-        strategy = DDP(timeout=60, exact=exact) if devices > 1 or exact else "auto"
-        runner = trainer(devices, strategy=strategy, precision="64-true")
+        runner = trainer(**on(place), precision="64-true")
         runner.fit(module, data)
         scores = dict(runner.callback_metrics)
         runner.test(module, data, verbose=False)

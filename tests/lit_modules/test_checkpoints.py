@@ -29,7 +29,6 @@ CPU: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_b
 
 
 def fitted(module: LightningModule, data: Any, folder: Path, **options: Any) -> str:
-    """The checkpoint that Lightning's own callback writes."""
     written = ModelCheckpoint(folder / "checkpoints")
     options = {"max_epochs": 1, "enable_model_summary": False, "callbacks": [written], **CPU, **options}
     with quiet():
@@ -123,8 +122,6 @@ def test_predictions_are_the_logits_of_the_test_samples_in_order() -> None:
 
 
 class Seen(LitClassifier):
-    """Keeps what its training batches had."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         vars(self).setdefault("seen", []).append(batch.index.tolist())
         return super().training_step(batch, batch_idx)

@@ -14,6 +14,7 @@ from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.tasks import Classification, ClassMetric, ClassScores
+from tests.grids import mostly_slow
 from tests.training import digits, net, trainer
 
 CLASSES = 7
@@ -65,7 +66,7 @@ def test_classes_that_no_sample_has_have_no_recall() -> None:
     assert score("f1", logits, labels) == pytest.approx(f1_score(labels, guesses, average="macro"), abs=1e-14)
 
 
-@pytest.mark.parametrize("metric", OTHERS)
+@pytest.mark.parametrize("metric", mostly_slow(OTHERS, "f1"))
 def test_two_processes_have_the_bits_of_one(metric: ClassMetric) -> None:
     found = []
     for devices in (1, 2):

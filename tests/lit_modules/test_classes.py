@@ -24,8 +24,6 @@ BACKWARDS = NAMES[::-1]
 
 
 class Named(Digits):
-    """The digits, with names."""
-
     class_names = tuple(NAMES)
 
 
@@ -35,15 +33,12 @@ class Sorted(Digits):
     class_names = tuple(sorted(NAMES))
 
     def read(self) -> tuple[Split, Split]:
-        """The same images in the same order."""
         numbers = torch.tensor([self.class_names.index(name) for name in NAMES])
         train, test = super().read()
         return Split(train.inputs, numbers[train.labels]), Split(test.inputs, numbers[test.labels])
 
 
 class Fruit(Named):
-    """Other classes."""
-
     class_names = ("apple", "pear", *NAMES[2:])
 
 

@@ -10,14 +10,14 @@ import torch
 from apprentice import keyed
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
-from lab.strategies import DDPRing
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import CRD, Objective, Place, Sum
-from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
+from strategies import PipelineStrategy
+from tests.callbacks import SaveAndStop
+from tests.formulas import assert_equal
 from tests.grids import mostly_slow
-from tests.strategies.test_strategies import SaveAndStop
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, on, outcome, trainer, weights
 
 SAMPLES = 75  # in batches of 37, the last of which has one row: ranks are empty
 MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(negatives=20)])}
@@ -28,57 +28,35 @@ def module(*names: str, samples: int | None = SAMPLES, **options: Any) -> Distil
     return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, samples=samples, **options)
 
 
-def outcome(devices: int, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    kept = fit(module(), digits(train_size=SAMPLES), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in MADE for x in logger.values(f"{name}/train/loss")], weights(kept)
+def trained(folder: Path, place: str, **options: Any) -> Outcome:
+    tags = [f"{name}/train/loss" for name in MADE]
+    return outcome(module(), digits(train_size=SAMPLES), folder, tags, **on(place), **options)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(tmp_path_factory.mktemp("alone"), "auto 1", precision="64-true")
 
 
-CASES: dict[str, tuple[int, Callable[[], Any]]] = {
-    "ddp": (3, lambda: DDP(timeout=60)),
-    "zero1": (2, lambda: ZeRO1(timeout=60)),
-    "ring": (2, lambda: DDPRing(timeout=60)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp"))
-def test_any_number_of_processes_keeps_one_memory(case: str, alone: Any, tmp_path: Path) -> None:
-    devices, strategy = CASES[case]
-    losses, ended = outcome(devices, tmp_path, precision="64-true", strategy=strategy())
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(alone[1], ended, atol=1e-9)
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "ddp_zero1 2", "ddp_ring 2", "fsdp 2"], "ddp 3"))
+def test_any_number_of_processes_keeps_one_memory(place: str, alone: Outcome, tmp_path: Path) -> None:
+    assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
 
 def test_exact_is_bitwise(tmp_path: Path) -> None:
-    (losses, ended), (others, same) = (outcome(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2))
-    assert losses == others
-    assert_same(ended, same)
+    assert_agree(trained(tmp_path, "ddp 1 exact 4"), trained(tmp_path, "ddp 2 exact 4"), 0.0)
 
 
-RESUMED: dict[str, tuple[int, Callable[[], Any]]] = {
-    "auto": (1, lambda: "auto"),
-    "exact": (2, lambda: DDP(timeout=60, exact=4)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("case", mostly_slow(RESUMED, "auto"))
+@pytest.mark.parametrize("place", mostly_slow(["auto 1", "ddp 2 exact 4", "fsdp 2"], "auto 1"))
 def test_stopped_in_mid_epoch_and_resumed_it_ends_with_the_bits_of_an_undisturbed_one(
-    case: str, tmp_path: Path
+    place: str, tmp_path: Path
 ) -> None:
-    devices, make = RESUMED[case]
-    undisturbed = fit(module(), digits(train_size=SAMPLES), devices, strategy=make())
+    undisturbed = fit(module(), digits(train_size=SAMPLES), **on(place))
     path = tmp_path / "stopped.ckpt"
-    fit(module(), digits(train_size=SAMPLES), devices, strategy=make(), callbacks=[SaveAndStop(path, 4)])
+    fit(module(), digits(train_size=SAMPLES), **on(place), callbacks=[SaveAndStop(path, 4)])
     resumed, data = module(), digits(train_size=SAMPLES)
     with quiet():
-        trainer(devices, strategy=make()).fit(resumed, data, ckpt_path=path, weights_only=True)
+        trainer(**on(place)).fit(resumed, data, ckpt_path=path, weights_only=True)
     assert_same(weights(undisturbed), weights(resumed))
 
 
@@ -160,9 +138,7 @@ def test_it_is_the_papers_formula_and_the_banks_follow(negatives: int) -> None:
         student, teacher = Outputs(torch.zeros(3, 4), {"a": e_s}), Outputs(torch.zeros(3, 4), {"b": e_t})
         term = objective(student, teacher, torch.tensor(labels))["crd"]
         expected = torch.stack(reference(objective, e_s, e_t, index, labels))
-        torch.testing.assert_close(term.values, expected, rtol=1e-12, atol=0)
-        found, wanted = (torch.autograd.grad(x.sum(), (e_s, e_t), retain_graph=True) for x in (term.values, expected))
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+        assert_equal(term.values, expected, (e_s, e_t), rtol=1e-10, atol=1e-14)
         before = objective.bank_s.clone()
         with torch.no_grad():
             objective.after_batch(student, teacher, torch.tensor(labels))

@@ -14,22 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from apprentice.batch import Batch, Mixed
 from harness.studies import zoo
-from lit_modules import objectives
+from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
-from lit_modules.nets import (
-    GPT,
-    VGG,
-    LightNN,
-    MNISTNet,
-    MobileNetV2,
-    ResNet,
-    ShuffleNetV1,
-    ShuffleNetV2,
-    ViT,
-    WideResNet,
-)
 from tests.grids import mostly_slow
 
 GPU = torch.device("cuda", 0)
@@ -37,16 +25,16 @@ IMAGES, ROWS, SAMPLES = (3, 32, 32), 8, 64
 VIT: dict[str, Any] = {"patch_size": 8, "embed_dim": 16, "num_heads": 2, "num_layers": 1}
 READS_VALUES = {"CRD"}  # it asks whether its constants are known, which a tensor without values can't tell
 NETS: dict[str, tuple[Callable[[], LightningModule], tuple[int, ...]]] = {  # a recurrent one's kernel asks for a driver
-    "mnist": (lambda: LitClassifier(MNISTNet()), (1, 28, 28)),
-    "light": (lambda: LitClassifier(LightNN(dropout=0.1)), IMAGES),
-    "resnet": (lambda: LitClassifier(ResNet(8)), IMAGES),
-    "wide": (lambda: LitClassifier(WideResNet(10, 1)), IMAGES),
-    "vgg": (lambda: LitClassifier(VGG(8)), IMAGES),
-    "mobile": (lambda: LitClassifier(MobileNetV2()), IMAGES),
-    "shuffle1": (lambda: LitClassifier(ShuffleNetV1()), IMAGES),
-    "shuffle2": (lambda: LitClassifier(ShuffleNetV2()), IMAGES),
-    "vit": (lambda: LitClassifier(ViT(**VIT, dropout=0.1)), IMAGES),
-    "gpt": (lambda: LitLanguageModel(GPT(30, 8, 1, 2, 16)), (8,)),
+    "mnist": (lambda: LitClassifier(nets.MNISTNet()), (1, 28, 28)),
+    "light": (lambda: LitClassifier(nets.LightNN(dropout=0.1)), IMAGES),
+    "resnet": (lambda: LitClassifier(nets.ResNet(8)), IMAGES),
+    "wide": (lambda: LitClassifier(nets.WideResNet(10, 1)), IMAGES),
+    "vgg": (lambda: LitClassifier(nets.VGG(8)), IMAGES),
+    "mobile": (lambda: LitClassifier(nets.MobileNetV2()), IMAGES),
+    "shuffle1": (lambda: LitClassifier(nets.ShuffleNetV1()), IMAGES),
+    "shuffle2": (lambda: LitClassifier(nets.ShuffleNetV2()), IMAGES),
+    "vit": (lambda: LitClassifier(nets.ViT(**VIT, dropout=0.1)), IMAGES),
+    "gpt": (lambda: LitLanguageModel(nets.GPT(30, 8, 1, 2, 16)), (8,)),
 }
 
 
@@ -105,8 +93,8 @@ METHODS = sorted({*zoo.methods({}).values()} - READS_VALUES)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("method", mostly_slow(METHODS, "Hint", "RKD", "ReviewKD", "VID"))
 def test_an_objective_stays_on_its_device(method: str, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    student = ViT(**VIT, distillation_token=True) if method == "DeiTToken" else ResNet(8)
-    module = Distillation(ResNet(8), {"a": (student, getattr(objectives, method)())}, samples=SAMPLES)
+    student = nets.ViT(**VIT, distillation_token=True) if method == "DeiTToken" else nets.ResNet(8)
+    module = Distillation(nets.ResNet(8), {"a": (student, getattr(objectives, method)())}, samples=SAMPLES)
     with on_fakes(module, monkeypatch):
         rows = batch(IMAGES, 10, tokens=False)
         if mixed:

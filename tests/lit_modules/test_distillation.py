@@ -52,8 +52,6 @@ def test_clipping_is_each_students_own() -> None:
 
 
 class Watch(Callback):
-    """Notes modes and gradients before each optimizer step."""
-
     def __init__(self) -> None:
         self.modes: list[tuple[bool, bool]] = []
         self.teacher_gradients = 0
@@ -208,8 +206,6 @@ def test_a_refused_pair_names_the_variants_flag() -> None:
 
 
 class Formula(Objective):
-    """One term, of a function of the student's and the teacher's outputs and the labels."""
-
     def __init__(self, formula: Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.formula = formula

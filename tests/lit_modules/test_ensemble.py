@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, check_fits
 from lit_modules.objectives import TTM, CrossEntropy, Hinton, Objective, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from strategies import FSDP
-from tests.training import SHAPE, assert_same, digits, fit, net, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
 
 
 def test_logits_are_those_of_the_mean_of_probabilities() -> None:
@@ -58,12 +56,12 @@ def test_one_member_teaches_as_it_does_alone() -> None:
 
 
 def test_two_processes_compute_what_one_does() -> None:
-    def taught(devices: int, **options: Any) -> dict[str, torch.Tensor]:
+    def taught(place: str) -> dict[str, torch.Tensor]:
         teacher = Ensemble([net(DeepNN, seed=1), net(seed=2)])
         module = Distillation(teacher, {"kd": (net(), Hinton()), "each": (net(), TTM())}, SHAPE)
-        return weights(fit(module, digits(), devices, precision="64-true", **options))
+        return weights(fit(module, digits(), precision="64-true", **on(place)))
 
-    assert_same(taught(1), taught(2, strategy=FSDP(timeout=60)), atol=1e-9)
+    assert_same(taught("auto 1"), taught("fsdp 2"), atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")

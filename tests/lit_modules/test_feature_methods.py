@@ -18,8 +18,9 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, DeepNN, Outputs, ResNet, ViT, globalise, run
 from lit_modules.objectives import CC, NST, VID, AttentionTransfer, CrossEntropy, FitNet, Objective, Place, ReviewKD
 from lit_modules.objectives.base import Term, condense_teacher, select_view
-from strategies import DDP
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, weights
+from tests.formulas import assert_equal, total
+from tests.grids import mostly_slow
+from tests.training import SHAPE, assert_agree, assert_same, digits, fit, net, on, outcome, weights
 
 B, CLASSES = 3, 4
 Shape = tuple[int, ...]
@@ -227,10 +228,6 @@ def terms(objective: Objective, student: Outputs, teacher: Outputs, rows: int = 
     return objective.terms(objective.adapt(student), known, torch.arange(rows) % CLASSES)
 
 
-def mean(found: dict[str, Term]) -> torch.Tensor:
-    return sum((t.values.mean() * t.weight for t in found.values()), start=torch.zeros((), dtype=torch.float64))
-
-
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_the_formula_and_its_gradients(name: str, sizes: str) -> None:
@@ -242,15 +239,9 @@ def test_equals_the_formula_and_its_gradients(name: str, sizes: str) -> None:
             built(make, student, teacher)
         return
     objective = built(make, student, teacher)
-    ours = mean(terms(objective, student, teacher))
     theirs = factor * by_hand(objective, student, teacher) + F.cross_entropy(student.logits, torch.arange(B) % CLASSES)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     wanted = [*student.features.values(), student.logits, *objective.parameters()]
-    found, expected = (torch.autograd.grad(x, wanted, allow_unused=True) for x in (ours, theirs))
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None and y is not None:
-            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+    assert_equal(total(terms(objective, student, teacher)), theirs, wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -264,10 +255,10 @@ def test_few_rows_and_dead_maps_are_finite(name: str, rows: int) -> None:
     )  # a batch before, as BatchNorm refuses a first one of one row
     dead = student._replace(features={key: (x * 0).relu() for key, x in student.features.items()})
     for given in (student, dead):
-        total = sum(t.values.sum() * t.weight for t in terms(objective, given, teacher, rows).values())
+        loss = sum(t.values.sum() * t.weight for t in terms(objective, given, teacher, rows).values())
         wanted = [*student.features.values(), *objective.parameters()]
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
-        assert all(x is None or x.isfinite().all() for x in (total, *found))
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        assert all(x is None or x.isfinite().all() for x in (loss, *found))
 
 
 @pytest.mark.parametrize("name", ["vid", "review", "fitnet"])
@@ -275,8 +266,8 @@ def test_without_weight_all_parameters_have_a_gradient(name: str) -> None:
     pairs = SHAPES["larger"]
     student, teacher = outputs(1, [own for own, _ in pairs]), outputs(2, [other for _, other in pairs])
     objective = built(METHODS[name][0], student, teacher)
-    total = sum(t.values.mean() * 0 for t in terms(objective, student, teacher).values())
-    assert all(x is not None for x in torch.autograd.grad(total, list(objective.parameters()), allow_unused=True))
+    loss = 0 * total(terms(objective, student, teacher))
+    assert all(x is not None for x in torch.autograd.grad(loss, list(objective.parameters()), allow_unused=True))
 
 
 def test_review_reads_all_stages_and_the_pooled_vectors() -> None:
@@ -317,7 +308,7 @@ def test_nst_makes_no_tensor_larger_than_maps_or_products() -> None:
     objective.choose(nn.Module(), nn.Module())
     objective.build(student, teacher)
     with Largest() as largest:
-        mean(terms(objective, student, teacher)).backward()
+        total(terms(objective, student, teacher)).backward()
     assert largest.found <= B * c_t * max(side**2, c_t)
 
 
@@ -395,28 +386,12 @@ def module(*names: str, teacher: nn.Module | None = None, **options: Any) -> Dis
     return Distillation(teacher or net(DeepNN, seed=1), students | others, input_shape=SHAPE, **options)
 
 
-def outcome(devices: int, folder: Path, teacher: nn.Module | None = None, **options: Any) -> Any:
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    made = module(teacher=teacher)
-    kept = fit(made, digits(train_size=75), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in FITTED for x in logger.values(f"{name}/train/loss")], weights(kept)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
-
-
-def test_two_processes_compute_what_one_does(alone: Any, tmp_path: Path) -> None:
-    losses, ended = outcome(2, tmp_path, precision="64-true", strategy=DDP(timeout=60))
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(alone[1], ended, atol=1e-9)
-
-
-def test_exact_is_bitwise(tmp_path: Path) -> None:
-    one, two = (outcome(n, tmp_path, strategy=DDP(timeout=60, exact=2)) for n in (1, 2))
-    assert one[0] == two[0]
-    assert_same(one[1], two[1])
+@pytest.mark.parametrize("exact", mostly_slow(["", " exact 2"], ""))
+def test_two_processes_compute_what_one_does(exact: str, tmp_path: Path) -> None:
+    tags, data = [f"{name}/train/loss" for name in FITTED], digits(train_size=75)
+    options = {"max_epochs": 1, "precision": "32-true" if exact else "64-true"}
+    found = (outcome(module(), data, tmp_path, tags, **on(f"ddp {n}{exact}"), **options) for n in (1, 2))
+    assert_agree(*found, 0.0 if exact else 1e-9)
 
 
 @pytest.mark.slow
@@ -434,8 +409,8 @@ def test_autocast_rounds_no_loss(name: str, sizes: str) -> None:
     exact = [Outputs(x.logits.double(), {key: f.double() for key, f in x.features.items()}) for x in rounded]
     objective = built(METHODS[name][0], *whole)
     with torch.autocast("cpu", torch.bfloat16):
-        found = mean(terms(objective, rounded[0], rounded[1]))
-    torch.testing.assert_close(found.double(), mean(terms(objective, exact[0], exact[1])), rtol=1e-5, atol=0)
+        found = total(terms(objective, rounded[0], rounded[1]))
+    torch.testing.assert_close(found.double(), total(terms(objective, exact[0], exact[1])), rtol=1e-5, atol=0)
 
 
 def test_a_fit_in_bfloat16_stays_finite() -> None:

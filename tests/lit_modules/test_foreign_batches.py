@@ -41,8 +41,6 @@ KINDS: dict[str, Callable[[], LightningModule]] = {
 
 
 class Samples(Dataset):
-    """A sample by its number."""
-
     def __init__(self, sample: Callable[[int], Any]) -> None:
         self.sample = sample
 
@@ -58,7 +56,6 @@ def loader(images: Tensor = IMAGES, labels: Tensor = LABELS, **options: Any) -> 
 
 
 def late(label: int) -> DataLoader:
-    """A loader whose last batch has this label."""
     labels = LABELS.clone()
     labels[-2] = label
     return loader(labels=labels)
@@ -210,8 +207,6 @@ def test_a_frozen_net_is_not_trained() -> None:
 
 
 class Lacks(LightNN):
-    """Gives one class a logit of its own."""
-
     def __init__(self, value: float) -> None:
         super().__init__(input_shape=SHAPE)
         self.value = value

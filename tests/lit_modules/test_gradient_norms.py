@@ -1,6 +1,5 @@
 """The gradient norms that a fit logs: those of the global batch's gradients, on any number of devices."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lab.strategies import LocalSGD
-from strategies import DDP, FSDP, PipelineStrategy
-from tests.training import LinesLogger, assert_same, distillation, fit, weights
+from tests.grids import mostly_slow
+from tests.training import LinesLogger, assert_same, distillation, fit, on, weights
 from tests.training import digits as data
 
 TAG = "{}/train/grad_2.0_norm_total"
@@ -18,8 +16,6 @@ NAMES = ("ce", "cosine")
 
 
 class Norms(Callback):
-    """Computes the norms before the module's own hook does."""
-
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = {name: [] for name in NAMES}
 
@@ -29,10 +25,10 @@ class Norms(Callback):
             self.found[name].append(float(torch.cat(gradients).norm()))
 
 
-def logged(path: Path, devices: int = 1, **kwargs: Any) -> tuple[dict[str, list[float]], LightningModule]:
+def logged(path: Path, place: str = "auto 1", **kwargs: Any) -> tuple[dict[str, list[float]], LightningModule]:
     logger = LinesLogger(path)
     options = {"logger": logger, "log_every_n_steps": 1, "gradient_clip_val": 0.01} | kwargs
-    module = fit(distillation([*NAMES]), data(), devices, **options)
+    module = fit(distillation([*NAMES]), data(), **on(place), **options)
     return {name: logger.values(TAG.format(name)) for name in NAMES}, module
 
 
@@ -53,31 +49,21 @@ def test_norms_are_logged_at_the_steps_of_all_logs(tmp_path: Path) -> None:
     assert found == {name: values[1::2] for name, values in everything.items()}
 
 
-MAKE: dict[str, tuple[int, Callable[[], Any]]] = {
-    "ddp": (2, lambda: DDP(timeout=60)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-    "pipeline": (2, lambda: PipelineStrategy(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("name", ["ddp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp", "pipeline"))])
-def test_norms_are_the_same_from_two_processes(name: str, tmp_path: Path) -> None:
-    devices, strategy = MAKE[name]
+@pytest.mark.parametrize("place", mostly_slow(["ddp 2", "fsdp 2", "pipeline 2"], "ddp 2"))
+def test_norms_are_the_same_from_two_processes(place: str, tmp_path: Path) -> None:
     options = {"precision": "64-true", "gradient_clip_val": None}
-    alone, _ = logged(tmp_path / "one", **options)
-    found, _ = logged(tmp_path / "two", devices, strategy=strategy(), **options)
+    alone, found = (logged(tmp_path / where, where, **options)[0] for where in ("auto 1", place))
     for student in NAMES:
         assert found[student] == pytest.approx(alone[student], rel=1e-6)
         assert len(found[student]) == 6
 
 
 def test_exact_norms_have_the_same_bits(tmp_path: Path) -> None:
-    alone, together = (logged(tmp_path / f"{n}", n, strategy=DDP(timeout=60, exact=4))[0] for n in (1, 2))
+    alone, together = (logged(tmp_path / f"{n}", f"ddp {n} exact 4")[0] for n in (1, 2))
     assert alone == together
     assert all(len(values) == 6 for values in alone.values())
 
 
 @pytest.mark.slow
 def test_gradients_that_are_never_averaged_have_no_norm(tmp_path: Path) -> None:
-    found, _ = logged(tmp_path / "local", 2, strategy=LocalSGD(timeout=60, period=4))
-    assert found == {name: [] for name in NAMES}
+    assert logged(tmp_path / "local", "local_sgd 2")[0] == {name: [] for name in NAMES}

@@ -21,15 +21,17 @@ from lit_modules.nets.hugging_face import read_normalization
 from lit_modules.objectives import Hinton
 from strategies import DDP, FSDP
 from tests.commands import results
+from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, digits, fit, weights
 
 KD = ["--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
 WORDS = "the quick brown fox jumps over the lazy dog\n"
 pytestmark = pytest.mark.extras("transformers")
+QUICK = ["classifiers", "language models"]  # without rows: test_small_batches.py
 
 
-@pytest.mark.parametrize("what", ["classifiers", "language models", "ranks without rows"])
+@pytest.mark.parametrize("what", mostly_slow(["classifiers", "language models", "ranks without rows"], *QUICK))
 def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
     checks = {"classifiers": _classifiers, "language models": _language_models, "ranks without rows": _empty_shares}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
@@ -37,8 +39,6 @@ def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
 
 
 class Words(Digits):
-    """The digits, with names."""
-
     class_names = tuple(f"digit {number}" for number in range(10))
 
 

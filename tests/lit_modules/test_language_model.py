@@ -26,10 +26,11 @@ from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, P
 from lit_modules.language_model import LitLanguageModel, rate_factor
 from lit_modules.tasks import TokenScores
 from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.language import gpt, language_model, text
-from tests.strategies.test_strategies import STEPS, SaveAndStop
-from tests.training import LinesLogger, assert_same, fit, trainer, weights
+from tests.strategies.test_strategies import STEPS
+from tests.training import LinesLogger, Outcome, assert_agree, assert_same, fit, outcome, trainer, weights
 
 Make = Callable[..., DataParallel]
 STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
@@ -52,12 +53,9 @@ STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
     "pipeline, 2 x 2": (PipelineStrategy, 4, {"data_parallel_size": 2}),
     "model_parallel": (PipelineStrategy, 2, {"schedule": "GPipe", "num_microbatches": 1}),
 }
-Outcome = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 class Watched(Callback):
-    """Learning rates and norms of gradients, as each step takes them."""
-
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.norms: list[float] = []
@@ -73,20 +71,19 @@ class Watched(Callback):
 CLIP = 0.05  # which each of these steps comes up against
 
 
-def outcome(path: Path, devices: int = 1, strategy: Any = "auto", tied: bool = True, **options: Any) -> Outcome:
-    """Losses and bits per character of 20 steps, four epochs, with dropout, clipped; weights at their end."""
+def trained(path: Path, devices: int = 1, strategy: Any = "auto", tied: bool = True, **options: Any) -> Outcome:
+    """Losses of 20 steps, four epochs, with dropout, clipped, and bits per character; weights at their end."""
     path.mkdir()
-    data, logger = text(path), LinesLogger(path / "log")
+    data, tags = text(path), ["train/loss", "val/bpc"]
     module = language_model(data, dropout=0.2, tie_weights=tied, lr=0.01, clip_norm=CLIP)
-    fit(module, data, devices, logger=logger, strategy=strategy, **STEPS | options)
-    return logger.values("train/loss"), logger.values("val/bpc"), weights(module)
+    return outcome(module, data, path, tags, devices, **STEPS | {"strategy": strategy} | options)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
     folder = tmp_path_factory.mktemp("alone")
     seen = Watched()
-    found = {tied: outcome(folder / str(tied), tied=tied, callbacks=[seen]) for tied in (True, False)}
+    found = {tied: trained(folder / str(tied), tied=tied, callbacks=[seen]) for tied in (True, False)}
     assert (min(seen.norms), max(seen.norms)) == pytest.approx((CLIP, CLIP), rel=1e-4)
     return found
 
@@ -95,14 +92,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
 def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
     make, devices, options = STRATEGIES[name]
     tied = make is not PipelineStrategy
-    losses, bits, ended = alone[tied]
-    theirs, told, other = outcome(tmp_path / "run", devices, make(timeout=60, **options), tied)
-    assert len(losses) == 20
+    losses, bits = alone[tied][0][:20], alone[tied][0][20:]
     assert losses[-1] < losses[0] - 0.2
     assert len(bits) == 4
-    assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-    assert told == pytest.approx(bits, abs=1e-9, rel=0)
-    assert_same(ended, other, atol=1e-9)
+    assert_agree(alone[tied], trained(tmp_path / "run", devices, make(timeout=60, **options), tied))
 
 
 SAME = {"ddp_fork", "ddp_notebook", "ddp_spawn"}  # ddp, its ranks started otherwise
@@ -118,7 +111,7 @@ def test_what_compresses_or_averages_begins_alike_and_stays_near(
     name: str, alone: dict[bool, Outcome], tmp_path: Path
 ) -> None:
     make, same, near = LOSSY[name]
-    losses, theirs = alone[True][0], outcome(tmp_path / "run", 2, make(timeout=60))[0]
+    losses, theirs = (x[0][:20] for x in (alone[True], trained(tmp_path / "run", 2, make(timeout=60))))
     assert theirs[:same] == pytest.approx(losses[:same], abs=1e-9, rel=0)
     assert 1e-6 < max(abs(a - b) for a, b in zip(losses, theirs, strict=True)) < near
 
@@ -197,7 +190,7 @@ def test_resumed_in_mid_epoch_under_other_strategies_it_ends_the_same(
         with quiet():
             made = trainer(devices, **STEPS | {"callbacks": [SaveAndStop(path, until)], "strategy": strategy})
             made.fit(module, data, **resumed)
-    assert_same(weights(module), alone[False][2], atol=1e-9)
+    assert_same(weights(module), alone[False][1], atol=1e-9)
 
 
 class Traced(Callback):
@@ -313,8 +306,6 @@ def test_values_that_can_not_be_used_are_refused(options: dict[str, Any], messag
 
 
 class Bigrams(nn.Module):
-    """Anyone's net."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 11)

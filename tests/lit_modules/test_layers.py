@@ -14,9 +14,21 @@ from lit_modules.objectives import Objective, Term
 from tests.training import SHAPE, net
 
 IMAGES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
-    "DeepNN": (DeepNN, {"stage1": (64, 16, 16), "stage-1": (32, 8, 8), "pooled": (2048,), "stage1.pre": (64, 32, 32)}),
-    "LightNN": (LightNN, {"stage1": (16, 16, 16), "stage2": (16, 8, 8), "pooled": (1024,)}),
-    "ResNet": (lambda: ResNet(14), {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "pooled": (64,)}),
+    "DeepNN": (
+        DeepNN,
+        {
+            "stage1": (64, 16, 16),
+            "stage-1": (32, 8, 8),
+            "pooled": (2048,),
+            "stage1.pre": (64, 32, 32),
+            "default": (32, 8, 8),
+        },
+    ),
+    "LightNN": (LightNN, {"stage1": (16, 16, 16), "stage2": (16, 8, 8), "pooled": (1024,), "default": (16, 8, 8)}),
+    "ResNet": (
+        lambda: ResNet(14),
+        {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "pooled": (64,), "stage3.0": (64, 8, 8)},
+    ),
     "ViT": (ViT, {"stage1": (64, 8, 8), "stage-1": (64, 8, 8), "pooled": (64,), "default": (64, 8, 8)}),
     "resnet18": (
         Torchvision,
@@ -67,8 +79,6 @@ def test_a_net_without_the_layer_says_which_it_has() -> None:
 
 
 class Between(Objective):
-    """Reads layers that a pipeline computes in several stages."""
-
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.student_layers = self.teacher_layers = {name: name for name in names}

@@ -34,6 +34,7 @@ from lit_modules.objectives import (
     TfKD,
 )
 from lit_modules.objectives.logits import temper, zscore
+from tests.formulas import assert_equal, total
 from tests.training import SHAPE, net
 
 B, C = 6, 5
@@ -52,11 +53,6 @@ def labels(rows: int = B) -> Tensor:
 
 def terms(objective: Objective, student: Outputs, teacher: Outputs, y: Tensor) -> dict[str, Term]:
     return objective.terms(objective.adapt(student), teacher, y)
-
-
-def total(objective: Objective, student: Outputs, teacher: Outputs, y: Tensor) -> Tensor:
-    found = terms(objective, student, teacher, y).values()
-    return sum((t.values.mean() * t.weight for t in found), start=torch.zeros(()))
 
 
 def p(z: Tensor, temperature: float = 1.0) -> Tensor:
@@ -146,12 +142,9 @@ def test_equals_the_formula_and_its_gradients(name: str) -> None:
     make, formula = METHODS[name]
     objective, student, teacher, y = make(), outputs(1), outputs(2), labels()
     objective.place = Place(epoch=2.5)
-    ours = total(objective, student, teacher, y)
     rows = zip(student.logits, teacher.logits, y.tolist(), strict=True)
     theirs = sum((formula(s, t, label) for s, t, label in rows), start=torch.zeros(())) / B
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
-    grads = (torch.autograd.grad(x, student.logits)[0] for x in (ours, theirs))
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+    assert_equal(total(terms(objective, student, teacher, y)), theirs, student.logits, atol=1e-11)
 
 
 def test_dist_equals_its_formula() -> None:
@@ -165,10 +158,7 @@ def test_dist_equals_its_formula() -> None:
     inter = sum(1 - r(p_s[i], p_t[i]) for i in range(B)) / B
     intra = 1 - sum(r(p_s[:, c], p_t[:, c]) for c in range(C)) / C
     expected = 2 * 16 * (inter + intra) + F.cross_entropy(student.logits, y)
-    found = total(DIST(), student, teacher, y)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    grads = (torch.autograd.grad(x, student.logits)[0] for x in (found, expected))
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+    assert_equal(total(terms(DIST(), student, teacher, y)), expected, student.logits)
 
 
 def test_kd_is_the_sum_of_what_dkd_decouples() -> None:
@@ -202,7 +192,7 @@ EVERY: dict[str, Callable[..., Objective]] = {
 def test_the_temperature_learns_to_make_the_task_harder(epoch: float, harder: float) -> None:
     objective, student, teacher, y = CTKD().double(), outputs(1), outputs(2), labels()
     objective.place = Place(epoch=epoch)
-    (found,) = torch.autograd.grad(total(objective, student, teacher, y), [*objective.parameters()])
+    (found,) = torch.autograd.grad(total(terms(objective, student, teacher, y)), [*objective.parameters()])
     theta = torch.ones(1, dtype=torch.float64, requires_grad=True)
     rows = zip(student.logits, teacher.logits, y.tolist(), strict=True)
     losses = [ctkd(s, t, label, 1 + 20 * theta.sigmoid()) for s, t, label in rows]
@@ -226,7 +216,7 @@ def test_extremes_are_finite(name: str, standardize: bool, batch: str) -> None:
         if batch == "zeros":
             student.logits.zero_()
             teacher.logits.zero_()
-    loss = total(EVERY[name](standardize=standardize), student, teacher, labels(rows))
+    loss = total(terms(EVERY[name](standardize=standardize), student, teacher, labels(rows)))
     (grad,) = torch.autograd.grad(loss, student.logits)
     assert loss.isfinite() or not rows
     assert grad.isfinite().all()
@@ -256,22 +246,28 @@ def test_an_ensemble_is_the_mean_of_its_distributions(name: str, standardize: bo
     assert mixed.logsumexp(1).abs().max() < 1e-14
 
 
-@pytest.mark.parametrize("name", ["hinton", "reverse", "js", "dkd", "nkd", "ttm", "wttm", "rld", "mse", "ctkd"])
+TOKENS = EVERY | {"ce": CrossEntropy}
+del TOKENS["dist"]  # relates rows
+
+
+@pytest.mark.parametrize("name", TOKENS)
 def test_each_token_of_a_text_has_a_samples_value(name: str) -> None:
     student, teacher, y = outputs(1), outputs(2), labels()
-    flat = terms(EVERY[name](), student, teacher, y)
-    texts = [Outputs(x.logits.view(2, 3, C), {}) for x in (student, teacher)]
-    for term, (values, *_) in terms(EVERY[name](), *texts, y.view(2, 3)).items():
-        torch.testing.assert_close(values, flat[term].values.view(2, 3), rtol=0, atol=1e-12)
+    flat = terms(TOKENS[name](), student, teacher, y)
+    for rows in (2, 0):
+        texts = [Outputs(x.logits.view(2, 3, C)[:rows], {}) for x in (student, teacher)]
+        for term, (values, weight, *_) in terms(TOKENS[name](), *texts, y.view(2, 3)[:rows]).items():
+            torch.testing.assert_close(values, flat[term].values.view(2, 3)[:rows], rtol=0, atol=1e-12)
+            assert weight == flat[term].weight
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_autocast_rounds_no_loss(name: str) -> None:
     student, teacher = (Outputs(outputs(seed).logits.detach().bfloat16(), {}) for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        found = total(EVERY[name](), student, teacher, labels())
+        found = total(terms(EVERY[name](), student, teacher, labels()))
     exact = (Outputs(x.logits.double(), {}) for x in (student, teacher))
-    torch.testing.assert_close(found.double(), total(EVERY[name](), *exact, labels()).double(), rtol=2e-5, atol=0)
+    torch.testing.assert_close(found.double(), total(terms(EVERY[name](), *exact, labels())), rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("method", [DKD, NKD, RLD])
@@ -297,8 +293,7 @@ def test_two_standardised_logits_have_no_gradient_and_are_refused(make: Callable
         two_classes(make(standardize=True))
     student, teacher = (outputs(seed, classes=2) for seed in (1, 2))
     found = {k: t for k, t in terms(make(standardize=True), student, teacher, labels() % 2).items() if not t.is_ce}
-    loss = sum((term.values.mean() * term.weight for term in found.values()), start=torch.zeros(()))
-    assert torch.autograd.grad(loss, student.logits)[0].abs().max() < 1e-5
+    assert torch.autograd.grad(total(found), student.logits)[0].abs().max() < 1e-5
 
 
 def test_two_probabilities_always_correlate_and_are_refused() -> None:

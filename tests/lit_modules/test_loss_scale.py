@@ -31,6 +31,7 @@ from lit_modules.loss_scale import LossScales
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
 from strategies import DDP, FSDP, ZeRO1
+from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.strategies.test_fsdp import Foreign
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
@@ -43,26 +44,21 @@ def half(init_scale: float = HUGE, **kwargs: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=init_scale, **kwargs))
 
 
-class Scales(Callback):
-    """Writes the scales after every batch, on rank zero, where the process that forked the ranks can read them."""
+class Scales(Notes):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self._scales, "on_train_batch_end")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        assert isinstance(pl_module, Learner)
-        if trainer.is_global_zero:
-            with self.path.open("a") as file:
-                scales = {run: scaler.get_scale() for run, scaler in pl_module.loss_scales.scalers.items()}
-                file.write(json.dumps(scales) + "\n")
+    @staticmethod
+    def _scales(_trainer: Any, module: Learner) -> dict[str, float]:
+        return {run: scaler.get_scale() for run, scaler in module.loss_scales.scalers.items()}
 
     def values(self, run: str) -> list[float]:
-        return [json.loads(line)[run] for line in self.path.read_text().splitlines()]
+        return [scales[run] for scales in self.of_ranks()[0]]
 
 
 @pytest.fixture
 def scales(tmp_path: Path) -> Scales:
-    return Scales(tmp_path / "scales.jsonl")
+    return Scales(tmp_path / "scales")
 
 
 class Loud(Objective):
@@ -87,7 +83,6 @@ def company(**objectives: Objective) -> Distillation:
 
 
 def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:
-    """Student b's weights after 12 steps with clipped gradients."""
     fit(module, digits(), devices, max_epochs=4, plugins=[half(2.0**8)], gradient_clip_val=0.5, **kwargs)
     return weights(module.students["b"])
 
@@ -174,8 +169,6 @@ def test_one_run_steps_as_in_torchs_own_loop(accumulated: int, clip: float | Non
 
 
 class Returned(Callback):
-    """Keeps what Lightning makes of the training step's loss, and what the progress bar shows."""
-
     def __init__(self) -> None:
         self.values: list[list[float]] = []
 
@@ -197,17 +190,6 @@ def test_losses_are_logged_as_they_are(tmp_path: Path) -> None:
 # Cut off and resumed
 
 
-class SaveAt(Callback):
-    """Saves a checkpoint before the step of that number."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_resumed_in_mid_epoch_is_as_if_uninterrupted(devices: int, tmp_path: Path) -> None:
     def run(name: str, callback: Callback, path: Path | None = None) -> tuple[dict[str, Tensor], Any]:
@@ -219,7 +201,7 @@ def test_resumed_in_mid_epoch_is_as_if_uninterrupted(devices: int, tmp_path: Pat
         return weights(module), {name: scales.values(name) for name in module.runs}
 
     path = tmp_path / "middle.ckpt"
-    ended, scales = run("whole", SaveAt(path, 16))
+    ended, scales = run("whole", SaveAndStop(path, 16, stop=False))
     state = torch.load(path, weights_only=True)["learner"]["loss_scales"]
     assert state["ce"]["scale"] != state["loud"]["scale"]
     assert min(state[name]["_growth_tracker"] for name in ("ce", "loud")) > 0
@@ -238,37 +220,34 @@ def test_a_checkpoint_without_scales_begins_with_new_ones() -> None:
 # What goes with it, and what doesn't
 
 
-def test_a_trainer_has_its_own_scaler_back_for_modules_of_others() -> None:
+def test_a_trainer_has_its_own_scaler_back_and_one_that_is_switched_off_stays_so() -> None:
     plugin = half()
     fit(distillation(["ce"]), digits(), plugins=[plugin])
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == HUGE  # it has rested
-
-
-def test_a_scaler_that_is_switched_off_stays_so() -> None:
     module = distillation(["ce"])
     fit(module, digits(), plugins=[half(enabled=False)])
     assert module.loss_scales.state_dict() == {}
 
 
-def test_a_scale_that_would_round_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"GradScaler with scale.*1000.*expected powers of two"):
-        fit(distillation(["ce"]), digits(), plugins=[half(1000.0)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plugins": [half(1000.0)]}, r"GradScaler with scale.*1000.*expected powers of two"),
+        ({"plugins": [half()], "strategy": DDP(exact=4)}, "expected another precision than 16-mixed"),
+    ],
+    ids=["would round", "exact"],
+)
+def test_what_scales_can_not_serve_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(distillation(["ce"]), digits(), **options)
 
 
-def test_the_exact_mode_refuses_a_scaler() -> None:
-    with pytest.raises(ValueError, match="expected another precision than 16-mixed"):
-        fit(distillation(["ce"]), digits(), strategy=DDP(exact=4), plugins=[half()])
-
-
-def test_a_sharded_optimizer_steps_whom_ddp_would() -> None:
+def test_a_sharded_optimizer_steps_whom_ddp_would_and_refuses_a_scale_for_all() -> None:
     together = {strategy: company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy()) for strategy in (DDP, ZeRO1)}
     for strategy, module in together.items():
         clipped(module, 2, strategy=strategy(timeout=60))
     assert_same(weights(together[DDP]), weights(together[ZeRO1]))
-
-
-def test_a_sharded_optimizer_refuses_a_scale_for_all() -> None:
     with pytest.raises(ProcessRaisedException, match=r"strategy ddp_zero1: expected .* no loss scale"):
         fit(Foreign(), digits(), 2, strategy=ZeRO1(timeout=60), plugins=[half()], limit_val_batches=0)
 
@@ -334,14 +313,9 @@ def test_ranks_decide_alike_on_gradients_that_they_share_or_not(tmp_path: Path) 
 
 
 def curves(module: Distillation, devices: int, path: Path, **kwargs: Any) -> dict[str, list[float]]:
-    """Losses of 12 steps."""
     logger = LinesLogger(path)
     fit(module, digits(), devices, max_epochs=4, log_every_n_steps=1, logger=logger, **kwargs)
     return {name: logger.values(f"{name}/train/loss")[:12] for name in module.runs}
-
-
-def differences(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, float]:
-    return {name: max(abs(x - y) for x, y in zip(a[name], b[name], strict=True)) for name in a}
 
 
 @pytest.fixture(scope="module")
@@ -350,35 +324,27 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return curves(distillation(), 1, tmp_path_factory.mktemp("plain") / "log")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_float16_trains_every_variant_close_to_float32(
-    devices: int, plain: dict[str, list[float]], tmp_path: Path
-) -> None:
-    found = differences(plain, curves(distillation(), devices, tmp_path / "log", plugins=[half(2.0**12)]))
-    assert all(0 < difference < 2e-3 for difference in found.values()), found
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_bfloat16_trains_every_variant_close_to_float32(
-    devices: int, plain: dict[str, list[float]], tmp_path: Path
-) -> None:
-    found = differences(plain, curves(distillation(), devices, tmp_path / "log", precision="bf16-mixed"))
-    assert all(0 < difference < 1e-2 for difference in found.values()), found
-
-
 HALVES: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "bf16": (lambda: {"precision": "bf16-mixed"}, 1e-2),
     "fp16": (lambda: {"plugins": [half(2.0**12)]}, 2e-3),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(HALVES, "fp16"))
-@pytest.mark.parametrize("make", mostly_slow([ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP], ZeRO1))
-def test_every_data_parallel_strategy_trains_in_it_close_to_float32(
-    name: str, make: Callable[..., Any], plain: dict[str, list[float]], tmp_path: Path
+NEAR: list[tuple[str, int, Any]] = [
+    *((name, devices, make) for name in HALVES for devices, make in ((1, None), (2, DDP))),
+    *((name, 2, make) for name in HALVES for make in (ZeRO1, LocalSGD, DDPFP16, DDPPowerSGD, FSDP)),
+]
+QUICK = [("bf16", 1, None), ("fp16", 1, None), ("bf16", 2, DDP), ("fp16", 2, DDP), ("fp16", 2, ZeRO1)]
+
+
+@pytest.mark.parametrize(("name", "devices", "make"), mostly_slow(NEAR, *QUICK))
+def test_every_variant_trains_in_it_close_to_float32(
+    name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path
 ) -> None:
     options, tolerance = HALVES[name]
     if make is LocalSGD:  # learns otherwise
         plain = curves(distillation(), 2, tmp_path / "plain", strategy=make(timeout=60))
-    found = differences(plain, curves(distillation(), 2, tmp_path / "log", strategy=make(timeout=60), **options()))
-    assert all(0 < difference < tolerance for difference in found.values()), found
+    strategy = make(timeout=60) if make else "auto"
+    found = curves(distillation(), devices, tmp_path / "log", strategy=strategy, **options())
+    differences = {name: max(abs(x - y) for x, y in zip(plain[name], found[name], strict=True)) for name in plain}
+    assert all(0 < difference < tolerance for difference in differences.values()), differences

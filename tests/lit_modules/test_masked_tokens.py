@@ -14,38 +14,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from harness.reports import samples
+from lit_modules import objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import Outputs
-from lit_modules.objectives import (
-    CC,
-    CTKD,
-    DIST,
-    DKD,
-    DML,
-    NKD,
-    PKT,
-    RKD,
-    RLD,
-    SP,
-    TTM,
-    Cosine,
-    CrossEntropy,
-    Hinton,
-    JensenShannon,
-    LogitMSE,
-    Objective,
-    ReverseKL,
-    Sum,
-    TfKD,
-)
 from lit_modules.samples import fidelity
 from lit_modules.tasks import Tokens
-from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
 from tests.language import gpt
-from tests.training import LinesLogger, assert_same, fit, trainer, weights
+from tests.training import LinesLogger, assert_same, fit, on, trainer, weights
 
 B, T, V = 5, 8, 11
 SHAPES: dict[str, Any] = {"input_shape": (T,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64}
@@ -60,7 +38,7 @@ def texts(rows: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, labels.where(counts, IGNORED)
 
 
-def module(**objectives: Objective) -> Distillation:
+def module(**objectives: objectives.Objective) -> Distillation:
     students: Any = {
         name: (gpt(V, T, num_layers=1, tie_weights=False), objective) for name, objective in objectives.items()
     }
@@ -73,25 +51,31 @@ def step(made: Distillation, tokens: Tensor, labels: Tensor, teacher: Outputs | 
     return made.losses((teacher or outputs[0], outputs[1]), batch)
 
 
-OBJECTIVES: dict[str, Callable[[], Objective]] = {
-    "ce": CrossEntropy,
-    "smooth": lambda: CrossEntropy(0.1),
-    "kd": Hinton,
-    "entropy": lambda: Hinton(teacher_entropy=True),
-    "standardized": lambda: Hinton(standardize=True),
-    "reverse": ReverseKL,
-    "js": JensenShannon,
-    "mse": LogitMSE,
-    "dkd": lambda: DKD(warmup=0),
-    "nkd": NKD,
-    "rld": RLD,
-    "ttm": TTM,
-    "tfkd": TfKD,
-    "ctkd": CTKD,
-    "dist": DIST,
-    "sum": lambda: Sum([Hinton(), LogitMSE()], [1.0, 0.5]),
+OBJECTIVES: dict[str, Callable[[], objectives.Objective]] = {
+    "ce": objectives.CrossEntropy,
+    "smooth": lambda: objectives.CrossEntropy(0.1),
+    "kd": objectives.Hinton,
+    "entropy": lambda: objectives.Hinton(teacher_entropy=True),
+    "standardized": lambda: objectives.Hinton(standardize=True),
+    "reverse": objectives.ReverseKL,
+    "js": objectives.JensenShannon,
+    "mse": objectives.LogitMSE,
+    "dkd": lambda: objectives.DKD(warmup=0),
+    "nkd": objectives.NKD,
+    "rld": objectives.RLD,
+    "ttm": objectives.TTM,
+    "tfkd": objectives.TfKD,
+    "ctkd": objectives.CTKD,
+    "dist": objectives.DIST,
+    "sum": lambda: objectives.Sum([objectives.Hinton(), objectives.LogitMSE()], [1.0, 0.5]),
 }
-WHOLE: dict[str, Callable[[], Objective]] = {"cosine": Cosine, "sp": SP, "pkt": PKT, "rkd": RKD, "cc": CC}
+WHOLE: dict[str, Callable[[], objectives.Objective]] = {
+    "cosine": objectives.Cosine,
+    "sp": objectives.SP,
+    "pkt": objectives.PKT,
+    "rkd": objectives.RKD,
+    "cc": objectives.CC,
+}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -119,7 +103,7 @@ def test_the_loss_is_that_of_the_tokens_that_count(name: str, monkeypatch: pytes
 
 
 def test_cross_entropy_and_hintons_term_are_the_formulas() -> None:
-    made, (tokens, labels) = module(a=Hinton(temperature=2.0)), texts()
+    made, (tokens, labels) = module(a=objectives.Hinton(temperature=2.0)), texts()
     loss, parts = step(made, tokens, labels)
     student, teacher = made.students["a"].net(tokens), made.teacher(tokens)
     ce, kd, count = torch.zeros(()), torch.zeros(()), 0
@@ -164,7 +148,7 @@ def test_what_is_compared_of_a_whole_text_has_no_masked_token(name: str) -> None
 
 
 def test_texts_weigh_what_they_have_of_tokens() -> None:
-    made, (tokens, labels) = module(a=Cosine(ce_weight=0.0, cosine_weight=1.0)), texts()
+    made, (tokens, labels) = module(a=objectives.Cosine(ce_weight=0.0, cosine_weight=1.0)), texts()
     teacher, students = made._ask_teacher(tokens), made(tokens)[1]["a"]
     counts, total = labels != IGNORED, torch.zeros(())
     (f_s,), (f_t,) = students.features.values(), teacher.features.values()
@@ -176,7 +160,7 @@ def test_texts_weigh_what_they_have_of_tokens() -> None:
 
 
 def test_mutual_learning_reads_no_masked_token() -> None:
-    made, (tokens, labels) = module(a=DML(["b"]), b=DML(["a"])), texts()
+    made, (tokens, labels) = module(a=objectives.DML(["b"]), b=objectives.DML(["a"])), texts()
     with torch.no_grad():
         made.students["b"].net.head.weight.add_(torch.randn(V, 12, dtype=torch.float64))
     _, parts = step(made, tokens, labels)
@@ -186,7 +170,10 @@ def test_mutual_learning_reads_no_masked_token() -> None:
 
 
 def test_a_batch_in_which_nothing_counts_trains_nothing() -> None:
-    made, (tokens, _) = module(a=Sum([Hinton(), Cosine(), JensenShannon()])).train(), texts()
+    made, (tokens, _) = (
+        module(a=objectives.Sum([objectives.Hinton(), objectives.Cosine(), objectives.JensenShannon()])).train(),
+        texts(),
+    )
     loss, parts = step(made, tokens, torch.full((B, T), IGNORED))
     loss.backward()
     assert loss == 0
@@ -195,7 +182,7 @@ def test_a_batch_in_which_nothing_counts_trains_nothing() -> None:
 
 
 def test_values_of_samples_are_means_over_their_own_tokens() -> None:
-    made, (tokens, labels) = module(a=Hinton()), texts()
+    made, (tokens, labels) = module(a=objectives.Hinton()), texts()
     student, teacher = made.students["a"].net(tokens), made.teacher(tokens)
     found = Tokens(1.5).scores().of_sample(student, labels) | fidelity(student, teacher, labels)
     for row in range(B):
@@ -226,7 +213,7 @@ class Masked(LightningDataModule):
     val_dataloader = test_dataloader = train_dataloader
 
 
-def trained(kind: str, size: int, devices: int = 1, **options: Any) -> LightningModule:
+def trained(kind: str, size: int, place: str = "auto 1", **options: Any) -> dict[str, Tensor]:
     made: LightningModule
     if kind == "lm":
         made = LitLanguageModel(gpt(V, T, tie_weights=False), warmup_steps=2)
@@ -234,37 +221,28 @@ def trained(kind: str, size: int, devices: int = 1, **options: Any) -> Lightning
         names = ("dist",) if kind == "dist" else ("ce", "kd")
         students: Any = {name: (gpt(V, T, num_layers=1, tie_weights=False), OBJECTIVES[name]()) for name in names}
         made = Distillation(gpt(V, T, seed=1, tie_weights=False), students, **SHAPES)
-    return fit(made, Masked(size), devices, **{"precision": "64-true", "use_distributed_sampler": False} | options)  # type: ignore[arg-type]
-
-
-CASES: dict[str, tuple[int, int, Callable[[], Any], dict[str, Any]]] = {
-    "ddp 2": (6, 2, lambda: DDP(timeout=60), {}),
-    "ddp 3": (4, 3, lambda: DDP(timeout=60), {}),
-    "exact": (12, 3, lambda: DDP(timeout=60, exact=3), {}),
-    "pipeline": (12, 2, lambda: PipelineStrategy(timeout=60), {}),
-    "exact pipeline": (12, 2, lambda: PipelineStrategy(timeout=60, exact=3), {}),
-    "accumulated": (4, 1, lambda: "auto", {"accumulate_grad_batches": 3}),
-    "accumulated, ddp 2": (2, 2, lambda: DDP(timeout=60), {"accumulate_grad_batches": 3}),
-    "accumulated, exact": (4, 2, lambda: DDP(timeout=60, exact=2), {"accumulate_grad_batches": 3}),
-}
+    options |= {"precision": "64-true", "use_distributed_sampler": False}
+    return weights(fit(made, Masked(size), **on(place), **options))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Tensor]]:
-    return {kind: weights(trained(kind, 12)) for kind in ("lm", "kd", "dist")}
+    return {kind: trained(kind, 12) for kind in ("lm", "kd", "dist")}
 
 
-@pytest.mark.parametrize("kind", ["lm", "kd"])
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3", "exact"))
-def test_any_number_of_processes_and_of_micro_batches_is_one(case: str, kind: str, alone: dict[str, Any]) -> None:
-    size, devices, strategy, options = CASES[case]
-    assert_same(alone[kind], weights(trained(kind, size, devices, strategy=strategy(), **options)), 1e-9)
+CASES = [  # the place, rows of a rank's batch, batches of a step
+    ("ddp 2", 6, 1), ("ddp 3", 4, 1), ("ddp 3 exact 3", 12, 1), ("pipeline 2", 12, 1), ("pipeline 2 exact 3", 12, 1),
+    ("auto 1", 4, 3), ("ddp 2", 2, 3), ("ddp 2 exact 2", 4, 3),
+]  # fmt: skip
+KINDS = [*((*case, kind) for case in CASES for kind in ("lm", "kd")), *((*CASES[i], "dist") for i in (0, 2))]
+QUICK = [kind for kind in KINDS if kind[:3] in (CASES[1], CASES[2])]
 
 
-@pytest.mark.parametrize("case", mostly_slow(["ddp 2", "exact"], "exact"))
-def test_related_tokens_are_those_that_count_on_all_processes(case: str, alone: dict[str, Any]) -> None:
-    size, devices, strategy, options = CASES[case]
-    assert_same(alone["dist"], weights(trained("dist", size, devices, strategy=strategy(), **options)), 1e-9)
+@pytest.mark.parametrize(("place", "size", "batches", "kind"), mostly_slow(KINDS, *QUICK))
+def test_any_number_of_processes_and_of_micro_batches_is_one(
+    place: str, size: int, batches: int, kind: str, alone: dict[str, Any]
+) -> None:
+    assert_same(alone[kind], trained(kind, size, place, accumulate_grad_batches=batches), 1e-9)
 
 
 def test_an_epochs_figures_are_means_over_its_tokens(tmp_path: Any) -> None:

@@ -16,6 +16,7 @@ from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import CrossEntropy, Hinton
+from tests.callbacks import SaveAndStop
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -23,8 +24,6 @@ sgd = partial(SGD, lr=0.1, momentum=0.9)
 
 
 class Rates(Callback):
-    """Keeps the learning rates and momenta of the optimizer's steps."""
-
     def __init__(self) -> None:
         self.seen: list[tuple[float, float]] = []
 
@@ -34,7 +33,6 @@ class Rates(Callback):
 
 
 def by_hand(make: Make, steps: int, every: int = 1) -> list[tuple[float, float]]:
-    """Those of a loop that calls the scheduler after each `every`-th step."""
     optimizer = sgd([nn.Parameter(torch.zeros(1))])
     scheduler, seen = make(optimizer), list[tuple[float, float]]()
     for step in range(steps):
@@ -75,21 +73,10 @@ def test_a_cycle_is_resumed_in_the_middle(tmp_path: Path) -> None:
     def made() -> LitClassifier:
         return LitClassifier(net(), optimizer=sgd, scheduler=CYCLES["one cycle"])
 
-    whole = fit(made(), digits(), max_epochs=4)
-    path = tmp_path / "half.ckpt"
-
-    class Saves(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(path)
-
-    first = made()
-    fit(first, digits(), max_epochs=4, callbacks=[Saves()])
-    resumed, rates = made(), Rates()
-    trainer_options: Any = {"max_epochs": 4, "callbacks": [rates]}
-
-    trainer(**trainer_options).fit(resumed, digits(), ckpt_path=str(path), weights_only=False)
-    assert rates.seen == by_hand(CYCLES["one cycle"], 12)[6:]
+    path, rates, resumed = tmp_path / "half.ckpt", Rates(), made()
+    whole = fit(made(), digits(), max_epochs=4, callbacks=[SaveAndStop(path, 7, stop=False)])
+    trainer(max_epochs=4, callbacks=[rates]).fit(resumed, digits(), ckpt_path=path, weights_only=False)
+    assert rates.seen == by_hand(CYCLES["one cycle"], 12)[7:]
     assert_same(weights(whole), weights(resumed))
 
 

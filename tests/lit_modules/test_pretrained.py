@@ -153,13 +153,11 @@ def test_a_teacher_with_a_new_head_is_tuned_first(tmp_path: Path, capsys: pytest
 def test_a_run_with_pretrained_weights_is_rebuilt_from_its_own(resnet: tuple[nn.Module, Path], tmp_path: Path) -> None:
     weights = str(shutil.copy(resnet[1], tmp_path / "copy.pth"))
     chosen = ["--teacher", "Torchvision", "--teacher.weights", weights]
-    kd.main([*KD, *chosen, "--out", str(tmp_path / "run")])
+    kd.main([*KD, *chosen, "--data.train_size", "20", "--data.test_size", "10", "--out", str(tmp_path / "run")])
     assert "weights: null" in (tmp_path / "run" / "seed0" / "teacher" / "net.yaml").read_text()
 
 
 class Many(nn.Module):
-    """Gives its logits as another library's models do."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layers = kind, nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

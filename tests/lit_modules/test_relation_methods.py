@@ -11,6 +11,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import LightNN, Outputs
 from lit_modules.objectives import CC, DIST, PKT, RKD, SP, Cosine, Objective
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from tests.formulas import assert_equal, total
 from tests.training import SHAPE, digits, fit, net
 
 B, C = 6, 4
@@ -24,13 +25,13 @@ def outputs(seed: int, width: int, rows: int = B, mean: float = 0.0, dtype: torc
     return Outputs(logits.to(dtype).requires_grad_(), {"pooled": e.to(dtype).requires_grad_(), "default": e.to(dtype)})
 
 
-def at(name: str, student: Outputs, teacher: Outputs) -> tuple[Objective, Tensor]:
+def at(name: str, student: Outputs, teacher: Outputs) -> Tensor:
     """The loss of the batch without its cross-entropy."""
     objective = METHODS[name]()
     for found in (student, teacher):
         found.features["default"] = found.features["pooled"]
     terms = objective(student, teacher, torch.zeros(len(student.logits), dtype=torch.int64))
-    return objective, sum((t.values.mean() * t.weight for k, t in terms.items() if k != "ce"), start=torch.zeros(()))
+    return total({name: term for name, term in terms.items() if name != "ce"})
 
 
 def huber(x: Tensor) -> Tensor:
@@ -76,11 +77,9 @@ def pkt(s: Tensor, t: Tensor) -> Tensor:
 def test_equals_the_formula_and_its_gradients(name: str, formula: Callable, tolerance: float) -> None:
     student, teacher = outputs(1, 5), outputs(2, 7)
     e = student.features["pooled"]
-    _, ours = at(name, student, teacher)
+    ours = at(name, student, teacher)
     theirs = formula(e, teacher.features["pooled"].detach())
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-    grads = (torch.autograd.grad(x, e)[0] for x in (ours, theirs))
-    torch.testing.assert_close(*grads, rtol=0, atol=tolerance)
+    assert_equal(ours, theirs, e, atol=tolerance)
 
 
 @pytest.mark.parametrize("equal", [2, 8])
@@ -95,8 +94,7 @@ def test_distances_of_equal_rows_count_in_their_mean(equal: int) -> None:
     d_s, d_t = (torch.stack([torch.stack([(a - b).norm() for b in e]) for a in e]) for e in (s, t))
     d_s, d_t = (d / (d.sum() / (16 * 15)) for d in (d_s, d_t))
     theirs = torch.stack([huber(x) for x in (d_s - d_t).flatten()]).mean()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    torch.testing.assert_close(*(torch.autograd.grad(x, s)[0] for x in (ours, theirs)), rtol=0, atol=1e-12)
+    assert_equal(ours, theirs, s)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -111,7 +109,7 @@ def test_degenerate_batches_are_finite(name: str, batch: str) -> None:
             teacher.features["pooled"][1] = teacher.features["pooled"][0]
         e *= 0 if batch == "zeros" else 1
         e[:] = e[:1] if batch == "constant" else e
-    _, loss = at(name, student, teacher)
+    loss = at(name, student, teacher)
     (grad,) = torch.autograd.grad(loss, e)
     assert loss.isfinite() or not rows
     assert grad.isfinite().all()
@@ -125,7 +123,7 @@ def test_float32_far_from_zero_keeps_its_digits(name: str) -> None:
     with torch.no_grad():  # the same numbers
         for a, b in zip(exact, rounded, strict=True):
             a.features["pooled"].copy_(b.features["pooled"])
-    found, expected = at(name, *rounded)[1], at(name, *exact)[1]
+    found, expected = at(name, *rounded), at(name, *exact)
     scale = {"rkd": 1e-4, "sp": 1e-3, "pkt": 1e-3}[name]
     torch.testing.assert_close(found.double(), expected, rtol=scale, atol=scale)
 

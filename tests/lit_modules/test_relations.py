@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from apprentice import relations
-from lab.strategies import AllReduce, LocalSGD
+from lab.strategies import LocalSGD
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN
 from lit_modules.objectives import DIST, PKT, RKD, SP, Hint, Hinton, Objective, Sum
-from strategies import DDP, HSDP, PipelineStrategy
+from strategies import PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, LinesLogger, assert_same, digits, fit, net, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, on, outcome, trainer, weights
 
 RELATING: dict[str, Callable[[], Objective]] = {
     "rkd": RKD,
@@ -31,68 +31,60 @@ def module(*names: str, seed: int = 0) -> Distillation:
     return Distillation(net(DeepNN, seed=1), students | others, input_shape=SHAPE, seed=seed)
 
 
-def outcome(devices: int, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    # The last batch has one row: ranks are empty.
-    logger = LinesLogger(folder / f"{len(list(folder.iterdir()))}.jsonl")
-    kept = fit(module(), digits(train_size=75), devices, logger=logger, log_every_n_steps=1, **options)
-    return [x for name in RELATING for x in logger.values(f"{name}/train/loss")], weights(kept)
+def trained(folder: Path, place: str, **options: Any) -> Outcome:
+    """The last batch has one row: ranks are empty."""
+    tags = [f"{name}/train/loss" for name in RELATING]
+    return outcome(module(), digits(train_size=75), folder, tags, **on(place) | options)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return outcome(1, tmp_path_factory.mktemp("alone"), precision="64-true")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(tmp_path_factory.mktemp("alone"), "auto 1", precision="64-true")
 
 
 # Others by any method: tests/harness/test_zoo.py
-CASES: dict[str, tuple[int, Callable[[], Any]]] = {
-    "ddp 2": (2, lambda: DDP(timeout=60)),
-    "ddp 3": (3, lambda: DDP(timeout=60)),
-    "ddp 8": (8, lambda: DDP(timeout=120)),
-    "allreduce": (2, lambda: AllReduce(timeout=60)),
-    "hsdp": (4, lambda: HSDP(timeout=60)),
-    "accumulated": (2, lambda: DDP(timeout=60)),
-}
+PLACES = ["ddp 2", "ddp 3", "ddp 8", "ddp_allreduce 2", "hsdp 4", "ddp 2 exact 4"]
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3"))
-def test_any_number_of_processes_computes_one_loss(case: str, alone: Any, tmp_path: Path) -> None:
-    devices, strategy = CASES[case]
-    options: dict[str, Any] = {"accumulate_grad_batches": 2} if case == "accumulated" else {}
-    expected = outcome(1, tmp_path, precision="64-true", **options) if options else alone
-    losses, ended = outcome(devices, tmp_path, precision="64-true", strategy=strategy(), **options)
-    assert losses == pytest.approx(expected[0], abs=1e-9, rel=1e-9)
-    assert_same(expected[1], ended, atol=1e-9)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
+def test_any_number_of_processes_computes_one_loss(place: str, alone: Outcome, tmp_path: Path) -> None:
+    assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
 
-PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "two": (2, {}),
+@pytest.mark.slow
+def test_micro_batches_relate_their_own_rows_on_any_number_of_processes(tmp_path: Path) -> None:
+    options = {"precision": "64-true", "accumulate_grad_batches": 2}
+    assert_agree(trained(tmp_path, "auto 1", **options), trained(tmp_path, "ddp 2", **options))
+
+
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicated": (4, {"data_parallel_size": 2}),
     "interleaved": (2, {"schedule": "Interleaved1F1B", "stages_per_rank": 2}),
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(PIPELINES, "two"))
-def test_a_pipeline_under_exact_has_the_bits_of_ddp(case: str, tmp_path: Path) -> None:
-    devices, options = PIPELINES[case]
-    found = [
-        outcome(n, tmp_path, strategy=strategy)
-        for n, strategy in ((1, DDP(exact=4)), (devices, PipelineStrategy(exact=4, timeout=60, **options)))
-    ]
-    assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1])
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(tmp_path_factory.mktemp("exact"), "ddp 1 exact 4")
 
 
-def test_exact_is_bitwise_and_what_one_process_computes(alone: Any, tmp_path: Path) -> None:
-    found = [outcome(n, tmp_path, strategy=DDP(timeout=60, exact=4)) for n in (1, 2, 3)]
-    for losses, ended in found[1:]:
-        assert losses == found[0][0]
-        assert_same(ended, found[0][1])
-    losses, ended = outcome(2, tmp_path, precision="64-true", strategy=DDP(timeout=60, exact=4))
-    assert losses == pytest.approx(alone[0], abs=1e-9, rel=1e-9)
-    assert_same(ended, alone[1], atol=1e-9)
+EXACT = ["ddp 2 exact 4", "ddp 3 exact 4", "pipeline 2 exact 4"]
 
 
-@pytest.mark.parametrize("name", RELATING)
+@pytest.mark.parametrize("place", mostly_slow(EXACT, *EXACT[1:]))
+def test_exact_is_bitwise(place: str, exact: Outcome, tmp_path: Path) -> None:
+    assert_agree(exact, trained(tmp_path, place), 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUTS)
+def test_so_it_is_in_other_pipelines(case: str, exact: Outcome, tmp_path: Path) -> None:
+    devices, options = CUTS[case]
+    strategy = PipelineStrategy(exact=4, timeout=60, **options)
+    assert_agree(exact, trained(tmp_path, f"auto {devices}", strategy=strategy), 0.0)
+
+
+@pytest.mark.parametrize("name", mostly_slow(RELATING, "both"))
 def test_alone_as_in_company(name: str, tmp_path: Path) -> None:
     both = fit(module(), digits(train_size=75))
     own = {key: x for key, x in weights(both).items() if key.startswith(f"students.{name}.")}

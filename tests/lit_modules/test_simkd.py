@@ -14,9 +14,8 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet, ViT
 from lit_modules.nets.reused import ReusedClassifier
 from lit_modules.objectives import CrossEntropy, Hinton, Objective, SimKD, Sum
-from strategies import DDP, FSDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, digits, fit, net, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
 
 
 def module(student: type[nn.Module] = LightNN, teacher: type[nn.Module] = DeepNN, **options: Any) -> Distillation:
@@ -62,27 +61,16 @@ def test_the_export_loads_and_predicts_by_itself(fitted: Distillation, tmp_path:
     assert torch.equal(found(images), student(images))
 
 
-CASES: dict[str, tuple[int, Callable[[], Any]]] = {
-    "ddp": (3, lambda: DDP(timeout=60)),
-    "fsdp": (2, lambda: FSDP(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp"))
-def test_any_number_of_processes(case: str) -> None:
-    devices, strategy = CASES[case]
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "fsdp 2"], "ddp 3"))
+def test_any_number_of_processes(place: str) -> None:
     alone = weights(fit(module(), digits(), precision="64-true"))
-    assert_same(alone, weights(fit(module(), digits(), devices, precision="64-true", strategy=strategy())), atol=1e-9)
+    assert_same(alone, weights(fit(module(), digits(), precision="64-true", **on(place))), atol=1e-9)
 
 
 @pytest.mark.slow
 def test_exact_is_bitwise_in_a_pipeline_too() -> None:
-    strategies = (
-        (1, DDP(timeout=60, exact=4)),
-        (2, DDP(timeout=60, exact=4)),
-        (2, PipelineStrategy(exact=4, timeout=60)),
-    )
-    first, *others = (weights(fit(module(), digits(), n, strategy=strategy)) for n, strategy in strategies)
+    places = "ddp 1 exact 4", "ddp 2 exact 4", "pipeline 2 exact 4"
+    first, *others = (weights(fit(module(), digits(), **on(place))) for place in places)
     for ended in others:
         assert_same(first, ended)
 
@@ -99,8 +87,6 @@ def test_nets_of_maps_fit_one_another(student: type[nn.Module], teacher: type[nn
 
 
 class Pooled(nn.Module):
-    """Maps of `size` x `size` pixels, and a linear classifier."""
-
     feature_layer = "parts.1"
 
     def __init__(self, size: int) -> None:

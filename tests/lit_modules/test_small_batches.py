@@ -13,14 +13,13 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from apprentice.keyed import Dropout, with_seed
-from lab.strategies import ParamServer
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet, globalise
 from lit_modules.objectives import FitNet, Hinton
-from strategies import DDP, FSDP, PipelineStrategy, ZeRO1
+from strategies import FSDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, digits, fit, weights
+from tests.training import SHAPE, assert_same, digits, fit, on, weights
 
 SHAPES = {"1d": (nn.BatchNorm1d, (4,)), "1d of texts": (nn.BatchNorm1d, (4, 1)), "2d": (nn.BatchNorm2d, (4, 1, 1))}
 
@@ -82,34 +81,30 @@ def distilled() -> Distillation:
     return Distillation(teacher, students, SHAPE, optimizer=partial(SGD, lr=0.01), teacher_cache_mb=0)
 
 
-def by_rank(make: Callable[[], Any], rows: int, devices: int = 1, **options: Any) -> dict[str, Tensor]:
+def by_rank(make: Callable[[], Any], rows: int, place: str = "auto 1", **options: Any) -> dict[str, Tensor]:
     """Weights and buffers after two epochs of batches of four, the last of `rows`, and scores of as many images."""
     data = digits(batch_size=4, train_size=16 + rows, validation_size=0.1, test_size=10)
-    module = fit(make(), data, devices, precision="64-true", **options)
+    module = fit(make(), data, precision="64-true", **on(place) | options)
     scores = {name: torch.as_tensor(value) for name, value in module.trainer.callback_metrics.items()}
     return weights(module) | scores
 
 
-STRATEGIES = {
-    "ddp, 2": (2, lambda: DDP(timeout=60)),
-    "ddp, 3": (3, lambda: DDP(timeout=60)),
-    "fsdp, 3": (3, lambda: FSDP(timeout=60, activation_checkpointing=True)),
-    "zero1, 3": (3, lambda: ZeRO1(timeout=60)),
-    "param_server, 3": (3, lambda: ParamServer(timeout=60)),
-}
 CASES = [(2, reshaping), (1, distilled), (1, reshaping), (2, distilled)]
 
 
-@pytest.mark.parametrize("name", mostly_slow(STRATEGIES, "ddp, 3"))
+PLACES = ["ddp 2", "ddp 3", "fsdp 3", "ddp_zero1 3", "param_server 3"]
+
+
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
 @pytest.mark.parametrize(("rows", "make"), mostly_slow(CASES, *CASES[:2]))
-def test_a_last_batch_of_fewer_rows_than_ranks_trains_as_on_one(name: str, rows: int, make: Callable[[], Any]) -> None:
-    devices, strategy = STRATEGIES[name]
-    assert_same(by_rank(make, rows), by_rank(make, rows, devices, strategy=strategy()), atol=1e-9)
+def test_a_last_batch_of_fewer_rows_than_ranks_trains_as_on_one(place: str, rows: int, make: Callable[[], Any]) -> None:
+    recomputed = {"strategy": FSDP(timeout=60, activation_checkpointing=True)} if place == "fsdp 3" else {}
+    assert_same(by_rank(make, rows), by_rank(make, rows, place, **recomputed), atol=1e-9)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_exact_shards_of_such_batches_have_the_bits_of_one_rank(rows: int) -> None:
-    plain, (one, three) = by_rank(exactly, rows), (by_rank(exactly, rows, n, strategy=DDP(exact=4)) for n in (1, 3))
+    plain, one, three = (by_rank(exactly, rows, place) for place in ("auto 1", "ddp 1 exact 4", "ddp 3 exact 4"))
     assert_same(one, three)
     assert_same(one, plain, atol=1e-9)
 

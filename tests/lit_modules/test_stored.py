@@ -18,7 +18,6 @@ ONCE, FIRST = [37, 37, 27], [37]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Weights after a fit, and the rows that the teacher was asked for in this process."""
     calls: list[int] = []
     ask = Distillation._ask_teacher
 

@@ -25,13 +25,12 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
-from strategies import DDP, FSDP, PipelineStrategy
 from tests.commands import results
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.language import gpt, text, written
 from tests.processes import Run
-from tests.training import LinesLogger, assert_same, fit, weights
+from tests.training import LinesLogger, assert_same, fit, on, weights
 
 
 class Unmarked(Objective):
@@ -58,11 +57,11 @@ def distillation(data: Text, *names: str, **options: Any) -> Distillation:
     return Distillation(teacher, nets, **shape, task=Tokens(data.tokens_per_character), **options)
 
 
-def ended(folder: Path, devices: int = 1, names: tuple[str, ...] = (), **options: Any) -> LightningModule:
+def ended(folder: Path, place: str = "auto 1", names: tuple[str, ...] = (), **options: Any) -> LightningModule:
     """After two epochs, each of four batches of 13 and one of 3."""
     data = text(folder)
     made = {"optimizer": options.pop("optimizer")} if "optimizer" in options else {}
-    return fit(distillation(data, *names, **made), data, devices, **{"precision": "64-true"} | options)
+    return fit(distillation(data, *names, **made), data, **{"precision": "64-true"} | on(place) | options)
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +70,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
     return ended(folder, logger=LinesLogger(folder / "log"), log_every_n_steps=1)
 
 
-PLACES = {
-    "ddp": (3, DDP, {}),
-    "exact": (2, DDP, {"exact": 4}),
-    "fsdp": (2, FSDP, {}),
-    "pipeline": (2, PipelineStrategy, {}),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(PLACES, "ddp", "pipeline"))
-def test_float64_agrees_with_one_process(name: str, alone: Distillation, tmp_path: Path) -> None:
-    devices, strategy, options = PLACES[name]
-    module = ended(tmp_path, devices, strategy=strategy(timeout=60, **options))
-    assert_same(weights(alone), weights(module), atol=1e-9)
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "ddp 2 exact 4", "fsdp 2", "pipeline 2"], "ddp 3"))
+def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_path: Path) -> None:
+    assert_same(weights(alone), weights(ended(tmp_path, place)), atol=1e-9)
 
 
 def test_local_sgd_of_every_step_is_one_process_sgd(tmp_path: Path) -> None:
-    one, two = (ended(tmp_path, n, ("js",), optimizer=sgd, strategy=LocalSGD(timeout=60, period=1)) for n in (1, 2))
+    every = {"strategy": LocalSGD(timeout=60, period=1)}
+    one, two = (ended(tmp_path, f"auto {n}", ("js",), optimizer=sgd, **more) for n, more in ((1, {}), (2, every)))
     assert_same(weights(one), weights(two), atol=1e-9)
 
 
@@ -253,7 +243,6 @@ def test_fewer_bits_are_better() -> None:
 
 
 def outcome(out: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The table without times, and the weights' files."""
     found = results(out)
     rows = {"teacher": found["teacher"], **found["students"]}
     files = {name: (out / "seed0" / name / "weights.pt").read_bytes() for name in rows}
@@ -281,7 +270,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "pipeline"], "ddp"))
+@pytest.mark.slow  # of one kind in tests/test_frozen.py
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, folder: Path) -> None:
     run = start(folder, strategy, "--exact", "4", *UNTIED, "--trainer.strategy", strategy, "--trainer.devices", "2")
     assert run.wait() == 0, run.output

@@ -50,7 +50,6 @@ def hint(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: t
 
 
 def plain(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The tutorial's train."""
     return F.cross_entropy(student(images), labels)
 
 

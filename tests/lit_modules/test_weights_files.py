@@ -102,6 +102,7 @@ def test_names_of_older_versions_are_upgraded(name: str, tmp_path: Path) -> None
         load_weights(target, str(tmp_path / "w.pt"), "teacher_ckpt")
 
 
+@pytest.mark.slow  # a smaller net: the test above
 def test_torchvisions_old_files_are_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = models.densenet121(num_classes=1000)
     named = densenet(source.state_dict())

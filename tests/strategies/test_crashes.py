@@ -51,8 +51,6 @@ class Crash(Callback):
 
 
 class Hooks(Callback):
-    """Remembers in files which processes have called it, and the exception."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -61,8 +59,6 @@ class Hooks(Callback):
 
 
 class Finalized(LinesLogger):
-    """Remembers who has finalized it."""
-
     def finalize(self, status: str) -> None:
         self.path.with_suffix(".finalized").open("a").write(f"{os.getpid()} {status}\n")
 
@@ -83,7 +79,6 @@ def saving(folder: Path) -> list[Callback]:
 
 
 def crash(name: str, folder: Path, fault: Crash) -> None:
-    """A fit that fails, whose hooks are called in its ranks."""
     strategy, options = strategies.NAMES[name]
     callbacks = [fault, *saving(folder), Hooks(folder)]
     logger = Finalized(folder / "lines")
@@ -184,8 +179,6 @@ def test_ranks_of_a_launcher_that_fail_together_fit_again(tmp_path: Path) -> Non
 
 
 class Raises(Callback):
-    """Raises an error on rank 1."""
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 

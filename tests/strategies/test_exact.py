@@ -1,16 +1,15 @@
 """Under `exact` the bits of a float32 run don't depend on the number of devices."""
 
 import itertools
-import json
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
@@ -20,21 +19,15 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, ResNet
+from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy
 from lit_modules.tasks import ExactMean
-from strategies import DDP, ZeRO1
+from strategies import DDP
 from strategies.exact.shards import bounds, part, spans
+from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
-from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
-
-DEVICES = (2, 3, 8)
-MODULES: dict[str, Callable[[], LightningModule]] = {
-    "students": distillation,
-    "teacher": lambda: classifier(DeepNN),
-    "resnet8": lambda: classifier(ResNet, depth=8),
-}
+from tests.training import MODULES, SHAPE, assert_same, digits, distillation, fit, net, on, trainer, weights
 
 
 class Stranger(LightningModule):
@@ -70,17 +63,26 @@ class Stranger(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
-def bits(run: str, devices: int, folder: Path, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes, list[Any]]:
-    """Weights, the CSV log and the test's scores of a short run."""
-    logger = CSVLogger(folder, name=run, version=f"{devices}-{len(list(folder.glob('**/*.csv')))}")
-    options = {"strategy": DDP(timeout=60, exact=8), "logger": logger, "log_every_n_steps": 1} | kwargs
-    module = MODULES[run]()
-    data = digits(validation_size=50, augment=True)  # batches of 37, the last of 27: shards of 3 to 5 rows
-    fit(module, data, devices, **options)
-    tested = options | {"strategy": DDP(timeout=60, exact=options["strategy"].exact)}
+Bits = tuple[dict[str, torch.Tensor], bytes, list[Any]]
+
+
+def bits(make: Callable[[], LightningModule], folder: Path, place: str, strategy: Any = None, **kwargs: Any) -> Bits:
+    """Weights, the CSV log and the test's scores of a short run; `strategy`, if any, makes another."""
+    logger = CSVLogger(folder, name="run", version=str(len(list(folder.glob("**/*.csv")))))
+    module, data = make(), digits(validation_size=50, augment=True)  # batches of 37 and 27: shards of 3 to 5 rows
+
+    def options() -> dict[str, Any]:
+        return on(place) | ({"strategy": strategy()} if strategy else {}) | kwargs
+
+    fit(module, data, logger=logger, log_every_n_steps=1, **options())
     with quiet():
-        scores = trainer(devices, **tested | {"logger": False}).test(module, data, verbose=False)
+        scores = trainer(**options()).test(module, data, verbose=False)
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes(), scores
+
+
+def assert_same_bits(one: Bits, other: Bits) -> None:
+    assert_same(one[0], other[0])
+    assert one[1:] == other[1:]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -88,47 +90,37 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
-    return cache(lambda run: bits(run, 1, tmp_path_factory.mktemp(run)))
+def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bits]:
+    return cache(lambda run: bits(MODULES[run], tmp_path_factory.mktemp(run), "ddp 1 exact 8"))
 
 
-@pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, DEVICES), ("students", 3)))
+@pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, (2, 3, 8)), ("students", 3)))
 def test_bits_are_equal_on_any_number_of_processes(
-    run: str, devices: int, on_one_process: Callable[[str], tuple], tmp_path: Path
+    run: str, devices: int, on_one_process: Callable[[str], Bits], tmp_path: Path
 ) -> None:
-    one, other = on_one_process(run), bits(run, devices, tmp_path)
-    assert len(one[1].splitlines()) > 6
-    assert_same(one[0], other[0])
-    assert one[1:] == other[1:]
+    assert len(on_one_process(run)[1].splitlines()) > 6
+    assert_same_bits(on_one_process(run), bits(MODULES[run], tmp_path, f"ddp {devices} exact 8"))
 
 
 def test_without_it_they_are_not(tmp_path: Path) -> None:
-    plain = [bits("students", n, tmp_path, strategy=DDP(timeout=60)) for n in (1, 3)]
-    assert not same(plain[0][0], plain[1][0])
-    assert plain[0][1] != plain[1][1]
+    one, three = (bits(distillation, tmp_path, place) for place in ("ddp 1", "ddp 3"))
+    assert not same(one[0], three[0])
+    assert one[1] != three[1]
 
 
-def zero1() -> dict[str, Any]:
-    return {"strategy": ZeRO1(timeout=60, exact=8)}
+COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("ddp_zero1", {}),
+    "half": ("ddp", {"precision": "bf16-mixed"}),
+    "accumulated": ("ddp", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 3}),
+}
 
 
-def half() -> dict[str, Any]:
-    return {"precision": "bf16-mixed"}
-
-
-def accumulated() -> dict[str, Any]:
-    return {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 3}
-
-
-@pytest.mark.parametrize("options", mostly_slow([zero1, half, accumulated], zero1))
-def test_it_composes(
-    options: Callable[[], dict[str, Any]], on_one_process: Callable[[str], tuple], tmp_path: Path
-) -> None:
-    one, three = (bits("students", devices, tmp_path, **options()) for devices in (1, 3))
-    assert_same(one[0], three[0])
-    assert one[1:] == three[1:]
-    plain = on_one_process("students")
-    assert same(plain[0], one[0]) == (options is zero1)
+@pytest.mark.parametrize("case", mostly_slow(COMPOSED, "zero1"))
+def test_it_composes(case: str, on_one_process: Callable[[str], Bits], tmp_path: Path) -> None:
+    name, options = COMPOSED[case]
+    one, three = (bits(distillation, tmp_path, f"{name} {devices} exact 8", **options) for devices in (1, 3))
+    assert_same_bits(one, three)
+    assert same(on_one_process("students")[0], one[0]) == (case == "zero1")
 
 
 def stranger(devices: int, folder: Path, samples: int = 101, **kwargs: Any) -> tuple[dict[str, torch.Tensor], bytes]:
@@ -157,35 +149,33 @@ def test_anyones_module_can_be_exact(samples: int, tmp_path: Path) -> None:
         assert one[1] == other[1]
 
 
-class Told(Callback):
-    """Each rank writes down all values it knows of, to the bit, after each step and epoch."""
+def known(trainer: Any, _module: Any) -> list[dict[str, str]]:
+    metrics = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
+    return [{name: float(value).hex() for name, value in sorted(found.items())} for found in metrics]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def tell(self, trainer: Trainer, *_: Any) -> None:
-        known = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
-        values = [{name: float(value).hex() for name, value in sorted(found.items())} for found in known]
-        with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
-            file.write(json.dumps(values) + "\n")
+# Lightning brings them up to date after the hooks at a batch's and an epoch's end.
+UPDATED = ("on_train_batch_start", "on_validation_end", "on_train_end", "on_test_end")
 
-    # Lightning brings them up to date after the hooks at a batch's and an epoch's end.
-    on_train_batch_start = on_validation_end = on_train_end = on_test_end = tell
+
+def ours(devices: int, folder: Path, **options: Any) -> Bits:
+    return bits(distillation, folder, f"ddp {devices} exact 8", **options)
 
 
 @pytest.mark.parametrize(
     ("run", "names"),
     [
-        (partial(bits, "students"), {"hint/train/loss", "ce/val/acc", "ce/test/loss"}),
+        (ours, {"hint/train/loss", "ce/val/acc", "ce/test/loss"}),
         (stranger, {"train_loss_step", "train_loss_epoch", "train_acc", "val_loss", "val_highest"}),
     ],
     ids=["ours", "anyones"],
 )
 def test_logged_values_are_equal_on_all_ranks(run: Callable[..., Any], names: set[str], tmp_path: Path) -> None:
-    run(3, tmp_path, callbacks=[Told(tmp_path)])
-    ranks = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
+    told = Notes(tmp_path / "told", known, *UPDATED)
+    run(3, tmp_path, callbacks=[told])
+    ranks = told.of_ranks()
     assert ranks == [ranks[0]] * 3
-    assert names <= {name for line in ranks[0].splitlines() for found in json.loads(line) for name in found}
+    assert names <= {name for values in ranks[0] for found in values for name in found}
 
 
 def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
@@ -209,8 +199,6 @@ def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
 
 
 class Steep(LightningModule):
-    """Its loss is as steep as it is told to be."""
-
     def __init__(self, slope: float) -> None:
         super().__init__()
         self.fine, self.steep = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
@@ -238,40 +226,6 @@ def test_a_gradient_stops_the_run_only_if_it_is_not_finite(slope: float, stops: 
         torch.testing.assert_close(module.steep.detach(), torch.full((2,), 1 - 3 * slope * 1e-9))
 
 
-class Keeper(Steep):
-    """Keeps a count between calls, which no strategy can merge."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += 1
-        return super().training_step(batch, batch_idx)
-
-
-class Manual(Steep):
-    """Optimizes by hand."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-        self.automatic_optimization = False
-
-
-@pytest.mark.parametrize(("make", "message"), [(Keeper, "seen has changed"), (Manual, "automatic optimization")])
-def test_what_can_not_be_exact_is_refused(make: Callable[[], LightningModule], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(make(), digits(train_size=74), strategy=DDP(exact=8))
-
-
-def test_more_devices_than_shards_are_refused_before_any_starts() -> None:
-    with pytest.raises(ValueError, match="exact 2: expected at least 3, the number of devices"):
-        trainer(3, strategy=DDP(exact=2))
-    for shards in (0, 4097):
-        with pytest.raises(ValueError, match=f"exact {shards}: expected a number of shards, 1 to 4096"):
-            DDP(exact=shards)
-
-
 class Nameless:
     """A batch that torch can take apart, but whose parts it has no names for."""
 
@@ -288,6 +242,10 @@ def test_cuts_depend_on_sizes_alone() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "text": ["a", "b", "c"], "n": torch.tensor(3), "same": "all"}
     cut = part(batch, 1, 3)
     assert (cut["x"].tolist(), cut["text"], cut["n"], cut["same"]) == ([[2, 3], [4, 5]], ["b", "c"], 3, "all")
+    x = torch.arange(4)
+    assert part((x, ("a", "b", "c", "d"), ["e", "f"]), 1, 3)[1:] == (("b", "c"), ["e", "f"])
+    (first, _), (third, _) = part(((x, x), (x, x), (x, x), (x, x)), 1, 3)[::2]  # four rows, four pairs
+    assert first.tolist() == third.tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"one number of rows; batch\[0\] has 3, batch\[1\]\['mask'\] has 4$"):
         part((torch.zeros(3), {"x": torch.zeros(3), "mask": torch.zeros(4), "n": torch.tensor(5)}), 0, 1)
     with pytest.raises(ValueError, match=r"one number of rows; batch has 3, batch has 4$"):
@@ -311,8 +269,6 @@ def test_shards_with_rows_lie_evenly_among_the_empty() -> None:
 
 
 class Normed(LightningModule):
-    """Anyone's net with BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -326,14 +282,14 @@ class Normed(LightningModule):
 
 
 def normed(
-    rows: int, size: int, devices: int = 1, make: Callable[[], LightningModule] = Normed, **kwargs: Any
+    rows: int, size: int, make: Callable[[], LightningModule] = Normed, **options: Any
 ) -> dict[str, torch.Tensor]:
     split = digits(train_size=rows).split("train")
     data = DataLoader(TensorDataset(split.inputs.float() / 16, split.labels), batch_size=size)
     module = make()
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # Lightning's, about workers
-        trainer(devices, **{"use_distributed_sampler": False} | kwargs).fit(module, data)
+        trainer(use_distributed_sampler=False, **options).fit(module, data)
     return weights(module)
 
 
@@ -348,21 +304,12 @@ def test_batch_norm_gets_eight_rows_or_the_whole_batch() -> None:
 
 
 def test_fewer_shards_than_devices_have_the_same_bits() -> None:
-    one = normed(53, 20, strategy=DDP(exact=5))  # two shards, and one
+    one = normed(53, 20, **on("ddp 1 exact 5"))  # two shards, and one
     for devices in (2, 3, 5):
-        assert_same(one, normed(53, 20, devices, strategy=DDP(timeout=60, exact=5)))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_batch_norm_of_one_row_is_refused_by_the_name_of_its_shard(devices: int) -> None:
-    line = "exact 8: expected batches of two rows or more for BatchNorm; shard 0 of 8 has 1 of the batch's 1"
-    with pytest.raises(Exception, match=line):
-        normed(17, 16, devices, strategy=DDP(timeout=60, exact=8))
+        assert_same(one, normed(53, 20, **on(f"ddp {devices} exact 5")))
 
 
 class Sparse(Normed):
-    """Has an embedding whose gradients name the rows that they are of."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(10, 10, sparse=True))
@@ -371,66 +318,56 @@ class Sparse(Normed):
         return F.cross_entropy(self.net(batch[1]), batch[1])
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"exact \d: expected dense gradients; that of net.0.weight is sparse"):
-        normed(16, 16, make=Sparse, strategy=DDP(exact=8))
+def changing(
+    step: Callable[[Any, int], Any] = lambda *_: None, first: Callable[[Any], Any] = lambda _: None
+) -> Callable[[], LightningModule]:
+    """Makes a `Normed` that is changed once it is made, and again in each step."""
 
+    class Changing(Normed):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            step(self, batch_idx)
+            return super().training_step(batch, batch_idx)
 
-class Complex(Normed):
-    """Has a parameter whose gradients have two parts."""
+    def make() -> LightningModule:
+        module = Changing()
+        first(module)
+        return module
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * self.phase.abs().mean()
-
-
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"exact \d: expected real parameters; phase is complex"):
-        normed(16, 16, make=Complex, strategy=DDP(exact=8))
-
-
-class Frozen(Normed):
-    """Has nothing to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+    return make
 
 
 def test_a_module_that_is_frozen_as_a_whole_is_torchs_to_refuse() -> None:
     for strategy in ("auto", DDP(exact=8)):
         with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
-            normed(16, 16, make=Frozen, strategy=strategy)
+            normed(16, 16, make=changing(first=lambda m: m.requires_grad_(False)), strategy=strategy)
 
 
-class Alternates(Normed):
-    """Freezes a layer in every second step."""
+COUNTING = changing(lambda m, _: m.seen.add_(1), lambda m: m.register_buffer("seen", torch.zeros(())))
+MANUAL = changing(first=lambda m: setattr(m, "automatic_optimization", False))
+PHASE = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+COMPLEX = changing(first=lambda m: m.register_parameter("phase", PHASE))
+ALTERNATING = changing(lambda m, batch_idx: m.net[1].requires_grad_(batch_idx % 2 == 0))
+UNFREEZING = changing(lambda m, _: m.net.requires_grad_(True), lambda m: m.net[1].requires_grad_(False))
+TRAINS = r"expected a training_step that freezes, unfreezes and replaces no parameter, .* so with net\.1\.weight"
+ONE_ROW = "exact 8: expected batches of two rows or more for BatchNorm; shard 0 of 8 has 1 of the batch's 1"
+REFUSED: dict[str, tuple[Callable[[], LightningModule], str, int, str]] = {  # with rows in batches of 16
+    "a count": (COUNTING, "ddp 1 exact 8", 32, "seen has changed"),
+    "manual": (MANUAL, "ddp 1 exact 8", 16, "automatic optimization"),
+    "sparse": (Sparse, "ddp 1 exact 8", 16, r"exact 8: expected dense gradients; that of net.0.weight is sparse"),
+    "complex": (COMPLEX, "ddp 1 exact 8", 16, r"exact 8: expected real parameters; phase is complex"),
+    "one row": (Normed, "ddp 1 exact 8", 17, ONE_ROW),
+    "one row of two ranks": (Normed, "ddp 2 exact 8", 17, ONE_ROW),
+    "alternating": (ALTERNATING, "ddp 1 exact 2", 64, TRAINS),
+    "unfreezing": (UNFREEZING, "ddp 1 exact 2", 64, TRAINS),
+    "unfreezing on two ranks": (UNFREEZING, "ddp 2 exact 2", 64, TRAINS),
+}
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.net[1].requires_grad_(batch_idx % 2 == 0)
-        return super().training_step(batch, batch_idx)
 
-
-class Unfreezes(Normed):
-    """Begins to train a layer in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1].requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.net.requires_grad_(True)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(("make", "devices"), [(Alternates, 1), (Unfreezes, 1), (Unfreezes, 2)])
-def test_steps_that_change_what_is_trained_are_refused(make: Callable[[], LightningModule], devices: int) -> None:
-    line = r"expected a training_step that freezes, unfreezes and replaces no parameter, .* so with net\.1\.weight"
-    with pytest.raises(Exception, match=line):
-        normed(64, 16, devices, make=make, strategy=DDP(timeout=60, exact=2))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_exact_is_refused(case: str) -> None:
+    make, place, rows, message = REFUSED[case]
+    with pytest.raises(Exception, match=message):
+        normed(rows, 16, make=make, **on(place))
 
 
 def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:

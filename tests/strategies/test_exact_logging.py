@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassHammingDis
 
 from harness.runs.quiet import quiet
 from strategies import DDP
+from tests.callbacks import Notes
 from tests.training import LinesLogger, trainer
 
 N = 4  # shards; the last batch of 3 rows leaves one empty, which is all that the third of three ranks has
@@ -72,19 +73,13 @@ class Talker(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Known(Callback):
-    """Each rank writes down all that its Trainer knows, whenever Lightning has brought that up to date."""
+def known(trainer: Any, _module: Any) -> list[dict[str, float]]:
+    metrics = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
+    return [{name: float(value) for name, value in found.items()} for found in metrics]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def tell(self, trainer: Trainer, *_: Any) -> None:
-        known = trainer.logged_metrics, trainer.callback_metrics, trainer.progress_bar_metrics
-        values = [{name: float(value) for name, value in found.items()} for found in known]
-        with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
-            file.write(json.dumps(values) + "\n")
-
-    on_train_batch_start = on_validation_epoch_end = on_validation_end = on_train_end = on_test_end = tell
+# Whenever Lightning has brought them up to date
+UPDATED = ("on_train_batch_start", "on_validation_epoch_end", "on_validation_end", "on_train_end", "on_test_end")
 
 
 def loader(rows: int, batch_size: int) -> DataLoader:
@@ -94,21 +89,17 @@ def loader(rows: int, batch_size: int) -> DataLoader:
 
 
 def told(folder: Path, devices: int, exact: int | None, run: Callable[[Trainer], Any]) -> tuple[Any, ...]:
-    """Lines of the logger, what each rank knew, and what `run` returned."""
     folder.mkdir()
     logger, strategy = LinesLogger(folder / "lines"), DDP(timeout=60, exact=exact) if exact else "auto"
     options = {"strategy": strategy, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 1}
     options["use_distributed_sampler"] = False  # Lightning's shuffles, where there is a strategy for several devices
-    made = trainer(devices, precision="64-true", callbacks=[Known(folder)], **options)
+    notes = Notes(folder / "ranks", known, *UPDATED)
+    made = trainer(devices, precision="64-true", callbacks=[notes], **options)
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # Lightning's, about workers
         found = run(made)
-    lines, *ranks = (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in [folder / "lines", *sorted(folder.glob("rank*"))]
-    )
-    assert len(ranks) == devices
-    return lines, ranks, found
+    assert len(notes.of_ranks()) == devices
+    return [json.loads(line) for line in logger.path.read_text().splitlines()], notes.of_ranks(), found
 
 
 def assert_alike(found: Any, expected: Any) -> None:

@@ -25,8 +25,6 @@ from tests.training import assert_same, trainer, weights
 
 
 class Noisy(Dataset):
-    """Draws from every generator as a sample is read."""
-
     def __len__(self) -> int:
         return 13
 
@@ -63,7 +61,6 @@ class Line(LightningModule):
 
 
 def draw(*_: Any) -> float:
-    """As mixup does in a step."""
     return float(torch.rand(())) + random.random() + float(np.random.rand())  # noqa: NPY002
 
 
@@ -234,8 +231,6 @@ def test_what_can_not_be_logged_is_refused_as_lightning_refuses_it(name: str, ki
 
 
 class Partial(Line):
-    """Logs for some rows what it does not log for others."""
-
     def training_step(self, batch: Tensor) -> Tensor:
         self.log("all", batch.mean())
         if self.when(self):

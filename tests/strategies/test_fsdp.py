@@ -3,11 +3,9 @@
 import copy
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +23,25 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
-from strategies import DDP, FSDP, HSDP, NAMES
+from strategies import DDP, FSDP, HSDP
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.processes import launch
-from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.training import (
+    SHAPE,
+    LinesLogger,
+    Outcome,
+    assert_agree,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    net,
+    outcome,
+    trainer,
+    weights,
+)
 
 DOUBLE: dict[str, Any] = {"precision": "64-true", "max_epochs": -1}
 CLOSE = 1e-9  # in float64, where sums in another order differ by 1e-14
@@ -84,25 +96,19 @@ def one_fails() -> Distillation:
     return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE)
 
 
-class Case(NamedTuple):
-    """What is trained, by the name of its loss."""
-
-    make: Callable[[], LightningModule]
-    tag: str = "train/loss"
-    data: Mapping[str, Any] = MappingProxyType({})
-
-
-CASES = {
-    "light": Case(classifier),
-    "deep": Case(lambda: classifier(DeepNN)),
-    "resnet8": Case(lambda: classifier(ResNet, depth=8)),
-    "blocks": Case(lambda: LitClassifier(net(lambda **_: Blocks()))),
-    "students": Case(distillation, "hint/train/loss"),
-    "teacher not stored": Case(lambda: distillation(["hint"], teacher_cache_mb=0), "hint/train/loss"),
-    "one fails": Case(one_fails, "ce/train/loss"),
-    "foreign": Case(Foreign),
-    "ranks without rows": Case(lambda: classifier(ResNet, depth=8), data={"batch_size": 3, "train_size": 10}),
+NO_ROWS = {"batch_size": 3, "train_size": 10}
+CASES: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
+    "light": (classifier, {}),
+    "deep": (lambda: classifier(DeepNN), {}),
+    "resnet8": (lambda: classifier(ResNet, depth=8), {}),
+    "blocks": (lambda: LitClassifier(net(lambda **_: Blocks())), {}),
+    "students": (distillation, {}),
+    "teacher not stored": (lambda: distillation(["hint"], teacher_cache_mb=0), {}),
+    "one fails": (one_fails, {}),
+    "foreign": (Foreign, {}),
+    "ranks without rows": (lambda: classifier(ResNet, depth=8), NO_ROWS),
 }
+RUNS = {"students": "hint/", "teacher not stored": "hint/", "one fails": "ce/"}
 CLIP = {"gradient_clip_val": 0.05}
 CLIP_VALUES = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 ACCUMULATE = {"accumulate_grad_batches": 2}
@@ -113,54 +119,35 @@ def small(**kwargs: Any) -> Digits:
     return digits(**{"batch_size": 11, "train_size": 29, "validation_size": 10} | kwargs)
 
 
-def outcome(name: str, path: Path, devices: int = 1, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(name: str, folder: Path, devices: int = 1, **options: Any) -> Outcome:
     """Losses and final weights of 20 steps; one validation comes first."""
-    make, tag, data = CASES[name]
-    logger = LinesLogger(path / f"{name} {devices} {options}")
-    steps = {"max_steps": 20, "log_every_n_steps": 1, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
-    module = fit(make(), small(**data), devices, **DOUBLE | steps | {"logger": logger} | options)
-    return logger.values(tag), weights(module)
+    make, data = CASES[name]
+    steps = DOUBLE | {"max_steps": 20, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
+    return outcome(make(), small(**data), folder, [f"{RUNS.get(name, '')}train/loss"], devices, **steps | options)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[float], dict[str, torch.Tensor]]]:
-    """What one process ends with, without a strategy."""
-    folder = tmp_path_factory.mktemp("alone")
-    found = cache(lambda name, options: outcome(name, folder, **dict(options)))
-    return lambda name, **options: found(name, tuple(options.items()))
+SHARDED: list[tuple[str, int, type[FSDP], dict[str, Any], dict[str, Any]]] = [
+    ("light", 1, FSDP, {}, {}),
+    ("light", 3, FSDP, {"reshard_after_forward": False}, CLIP),
+    ("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE),
+    ("foreign", 8, FSDP, {}, CLIP),
+    ("deep", 2, FSDP, {}, CLIP),
+    ("resnet8", 2, FSDP, {}, CLIP_VALUES),
+    ("resnet8", 2, FSDP, {"activation_checkpointing": True}, ACCUMULATE),
+    ("blocks", 3, FSDP, {"activation_checkpointing": True}, {}),
+    ("students", 2, FSDP, {}, {}),
+    ("teacher not stored", 2, FSDP, {}, CLIP | ACCUMULATE),
+    ("one fails", 2, FSDP, {}, {}),
+    ("ranks without rows", 3, FSDP, {}, {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "make", "sharding", "options"),
-    [
-        pytest.param("light", 1, FSDP, {}, {}, marks=pytest.mark.slow),
-        pytest.param("light", 3, FSDP, {"reshard_after_forward": False}, CLIP, marks=pytest.mark.slow),
-        pytest.param("light", 4, HSDP, {"shard_size": 2}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
-        pytest.param("foreign", 8, FSDP, {}, CLIP, marks=pytest.mark.slow),
-        pytest.param("deep", 2, FSDP, {}, CLIP, marks=pytest.mark.slow),
-        pytest.param("resnet8", 2, FSDP, {}, CLIP_VALUES, marks=pytest.mark.slow),
-        pytest.param("resnet8", 2, FSDP, {"activation_checkpointing": True}, ACCUMULATE, marks=pytest.mark.slow),
-        ("blocks", 3, FSDP, {"activation_checkpointing": True}, {}),
-        pytest.param("students", 2, FSDP, {}, {}, marks=pytest.mark.slow),
-        pytest.param("teacher not stored", 2, FSDP, {}, CLIP | ACCUMULATE, marks=pytest.mark.slow),
-        pytest.param("one fails", 2, FSDP, {}, {}, marks=pytest.mark.slow),
-        pytest.param("ranks without rows", 3, FSDP, {}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_training_is_that_of_one_process(
-    name: str,
-    devices: int,
-    make: type[FSDP],
-    sharding: dict[str, Any],
-    options: dict[str, Any],
-    alone: Callable,
-    tmp_path: Path,
-) -> None:
-    losses, ended = alone(name, **options)
-    theirs, other = outcome(name, tmp_path, devices, strategy=make(timeout=60, **sharding), **options)
-    assert len(losses) >= 20
-    assert theirs == pytest.approx(losses, abs=CLOSE, rel=0)
-    assert_same(ended, other, atol=CLOSE)
+@pytest.mark.parametrize("case", mostly_slow(range(len(SHARDED)), 7), ids=lambda case: SHARDED[case][0])
+def test_training_is_that_of_one_process(case: int, tmp_path: Path) -> None:
+    name, devices, make, sharding, options = SHARDED[case]
+    one = trained(name, tmp_path, **options)
+    assert len(one[0]) >= 20
+    assert_agree(one, trained(name, tmp_path, devices, strategy=make(timeout=60, **sharding), **options), CLOSE)
 
 
 class Watch(Callback):
@@ -195,7 +182,7 @@ def test_layers_are_put_together_computed_and_averaged_as_asked(
     sharding: dict[str, Any], times: int, whole: bool
 ) -> None:
     options = {"callbacks": [Watch(times, whole)], "max_epochs": 2, **ACCUMULATE}
-    fit(CASES["blocks"].make(), small(validation_size=0), 1, strategy=FSDP(timeout=60, **sharding), **options)
+    fit(CASES["blocks"][0](), small(validation_size=0), 1, strategy=FSDP(timeout=60, **sharding), **options)
 
 
 def stored(tensors: Iterable[torch.Tensor]) -> int:
@@ -224,8 +211,6 @@ class Bytes(Callback):
 
 
 class EverySecond(Callback):
-    """Saves a checkpoint before every second batch, in the middle of an epoch or not."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -235,7 +220,6 @@ class EverySecond(Callback):
 
 
 def saved(path: Path) -> dict[str, torch.Tensor]:
-    """Weights and Adam's state in a checkpoint."""
     checkpoint = torch.load(path, weights_only=True)
     found = dict(checkpoint["state_dict"])
     for number, state in checkpoint["optimizer_states"][0]["state"].items():
@@ -293,7 +277,6 @@ def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Everything that sharding might leave on a module."""
     return {
         name: (type(m), {key: len(v) if isinstance(v, dict) else None for key, v in vars(m).items()})
         for name, m in module.named_modules()
@@ -334,8 +317,6 @@ def test_under_a_launcher_each_rank_has_the_whole_module_at_the_end(tmp_path: Pa
 
 
 class Fails(Callback):
-    """One rank ends in the middle of training, while the other is busy."""
-
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 1:
             raise ArithmeticError("one rank only")
@@ -429,21 +410,3 @@ def test_half_precision_stays_near(sharding: dict[str, Any], precision: Any, tol
     assert len(curves[0]) == 9
     assert curves[1] == pytest.approx(curves[0], abs=tolerance, rel=0)
     assert curves[1] != pytest.approx(curves[0], abs=1e-6, rel=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "devices", "expected"),
-    [(lambda: FSDP(param_dtype="bf17"), 1, "param_dtype bf17: expected bf16 or fp16"),
-     (lambda: FSDP(offload=True), 2, "offload True: expected False"),
-     (lambda: HSDP(shard_size=3), 4, "shard_size 3: expected a number that divides the 4 devices"),
-     (lambda: HSDP(shard_size=0), 4, "shard_size 0: expected a number that divides the 4 devices"),
-     (HSDP, 1, "shard_size 2: expected a number that divides the 1 devices")],
-)  # fmt: skip
-def test_options_that_can_not_be_used_are_named(make: Callable[[], FSDP], devices: int, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        trainer(devices, strategy=make())
-
-
-def test_the_names_are_registered() -> None:
-    assert NAMES["fsdp"][0] == f"{FSDP.__module__}.FSDP"
-    assert NAMES["hsdp"][0] == f"{HSDP.__module__}.HSDP"

@@ -1,7 +1,6 @@
 """The number of devices changes the speed, not the result."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +11,34 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from apprentice.batch import Batch
 from harness.runs.quiet import quiet
-from lit_modules.nets import DeepNN, ResNet
-from strategies import DDP, PipelineStrategy
+from lit_modules.nets import DeepNN
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.strategies.test_strategies import SaveAndStop
-from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
+from tests.training import (
+    LinesLogger,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    on,
+    outcome,
+    trainer,
+    weights,
+)
 
 DEVICES = (2, 3, 8)
-RUNS = {
-    "students": (distillation, "hint/train/loss"),
-    "teacher": (lambda: classifier(DeepNN), "train/loss"),
-    "resnet8": (lambda: classifier(ResNet, depth=8), "train/loss"),
-}
-
-
-def outcome(
-    run: str, devices: int, path: Path, precision: str, steps: int
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    make, tag = RUNS[run]
-    logger = LinesLogger(path / f"{devices}.jsonl")
-    options = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 1, "precision": precision}
-    module = fit(make(), digits(), devices, logger=logger, **options)
-    losses = logger.values(tag)
-    assert len(losses) == steps
-    return losses, weights(module)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "others"), [("students", DEVICES), ("teacher", (3,)), ("resnet8", (3,))])
-def test_fifty_float64_steps_agree_on_any_number_of_processes(
-    run: str, others: tuple[int, ...], tmp_path: Path
-) -> None:
-    losses, ended = outcome(run, 1, tmp_path, "64-true", 50)
-    assert all(w.dtype == torch.float64 for w in ended.values() if w.is_floating_point())
-    for devices in others:
-        theirs, other = outcome(run, devices, tmp_path, "64-true", 50)
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(ended, other, atol=1e-9)
 
 
 def test_first_float32_losses_agree(tmp_path: Path) -> None:
-    losses, _ = outcome("teacher", 1, tmp_path, "32-true", 10)
-    for devices in DEVICES:
-        assert outcome("teacher", devices, tmp_path, "32-true", 10)[0] == pytest.approx(losses, abs=1e-5, rel=0)
+    options = {"max_epochs": -1, "max_steps": 10}
+    one, *others = (
+        outcome(classifier(DeepNN), digits(), tmp_path, ["train/loss"], devices, **options)[0]
+        for devices in (1, *DEVICES)
+    )
+    assert len(one) == 10
+    for other in others:
+        assert other == pytest.approx(one, abs=1e-5, rel=0)
 
 
 def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
@@ -101,34 +85,27 @@ class Pairs(Dataset):
         return Batch(*self.pair, rows, rows, 8, 1, self.count - 1) if self.numbered else self.pair
 
 
-def accumulated(numbered: bool, devices: int = 1, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
+def accumulated(numbered: bool, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
     """Weights after two epochs of pairs, two batches a step."""
     module, resumed = classifier(dropout=0.5), {"ckpt_path": options.pop("resumed", None)}
     options |= {"accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": list(callbacks)}
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # Lightning's, about workers, the missing validation and the resume
         loader = DataLoader(Pairs(numbered), batch_size=None)
-        trainer(devices, use_distributed_sampler=False, **options).fit(module, loader, **resumed)
+        trainer(use_distributed_sampler=False, **options).fit(module, loader, **resumed)
     return weights(module)
 
 
-RANKS: dict[str, tuple[int, Callable[[], Any]]] = {
-    "one": (1, lambda: "auto"),
-    "exact": (1, lambda: DDP(exact=4)),
-    "exact, two": (2, lambda: DDP(timeout=60, exact=4)),
-    "pipeline": (2, lambda: PipelineStrategy(timeout=60)),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(RANKS, "one", "exact, two"))
-def test_each_batch_that_a_step_accumulates_has_its_own_noise(name: str) -> None:
-    devices, strategy = RANKS[name]
-    plain, numbered = (accumulated(kind, devices, strategy=strategy()) for kind in (False, True))
+@pytest.mark.parametrize(
+    "place", mostly_slow(["auto 1", "ddp 1 exact 4", "ddp 2 exact 4", "pipeline 2"], "auto 1", "ddp 2 exact 4")
+)
+def test_each_batch_that_a_step_accumulates_has_its_own_noise(place: str) -> None:
+    plain, numbered = (accumulated(kind, **on(place)) for kind in (False, True))
     assert_same(plain, numbered)
     assert_same(plain, accumulated(False), atol=1e-5)
 
 
 def test_plain_pairs_draw_their_noise_after_a_resume_in_mid_epoch(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped.ckpt"
-    accumulated(False, 1, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
+    accumulated(False, SaveAndStop(stopped, 4))  # of three steps an epoch: in the second
     assert_same(accumulated(False, resumed=stopped), accumulated(False))

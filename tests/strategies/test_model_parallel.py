@@ -48,7 +48,6 @@ def images(dtype: torch.dtype = torch.float64, rows: int = ROWS) -> Tensor:
 
 
 def computed(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Outputs, and gradients of the input and of all parameters, with noise."""
     with keyed.noise(seed=3, step=4, rows=torch.arange(100, 100 + len(x))):
         y = module(x)
     loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
@@ -73,14 +72,6 @@ def test_a_whole_batch_has_the_plain_modules_bits(split_size: int | None) -> Non
         computed(plain(), images(torch.float32)), computed(split, images(torch.float32)), strict=True
     ):
         assert torch.equal(ours, theirs)
-
-
-def test_splits_draw_the_noise_of_their_rows() -> None:
-    split = ModelParallel([nn.Identity(), keyed.Dropout(0.5)], split_size=4)
-    ones = torch.ones(ROWS, 100)
-    with keyed.noise(seed=3, step=4, rows=torch.arange(ROWS)):
-        masks = [split(ones), keyed.Dropout(0.5)(ones)]
-    assert torch.equal(*masks)
 
 
 def test_a_batch_without_rows_goes_through() -> None:
@@ -201,8 +192,6 @@ def double(module: nn.Module, processes: int, **kwargs: Any) -> dict[str, Tensor
 
 
 class Dealt(Callback):
-    """Sees, in each rank, that the net was given devices."""
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert pl_module.net.devices == [torch.device("cpu")] * 3
 
@@ -233,8 +222,6 @@ def test_exact_bits_do_not_depend_on_the_processes() -> None:
 
 
 class Fakes(LightningModule):
-    """A split part, and one that belongs to the labels' device."""
-
     def __init__(self, part: ModelParallel) -> None:
         super().__init__()
         self.part, self.head = part, Weight(6)

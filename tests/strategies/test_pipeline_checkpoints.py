@@ -5,35 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 
 from harness.runs.quiet import quiet
 from strategies import DDP
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.pipelines import MODULES, SHAPES, Conv, Make, fitted, pipeline
 from tests.processes import launch
 from tests.training import assert_same, digits, trainer, weights
 
 
-class Steps(Callback):
-    """Ends a fit after some steps of it, and keeps a checkpoint."""
-
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path, self.steps = path, steps
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.steps and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
 def resumed(make: Make, path: Path, hops: list[tuple[int, Any]]) -> dict[str, torch.Tensor]:
-    """Weights after as many fits, each of which goes on where the one before was stopped."""
     module = make()
     for number, (devices, strategy) in enumerate(hops):
         module, before = make(), path / f"{number}.ckpt"
         last = number == len(hops) - 1
-        stop = Steps(path / f"{number + 1}.ckpt", 1000 if last else 2 * (number + 1))
+        stop = SaveAndStop(path / f"{number + 1}.ckpt", 1000 if last else 2 * (number + 1))
         options = {"strategy": strategy, "max_epochs": 4, "callbacks": [stop]}
         with quiet():
             ckpt = str(before) if number else None

@@ -1,41 +1,22 @@
 """The exact mode in a pipeline: the bits of one process."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
-from strategies import DDP, PipelineStrategy
+from strategies import DDP
 from tests.grids import mostly_slow
-from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plain, Plateau, ended, fitted, pipeline
-from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
-
-
-def told(devices: int, folder: Path, strategy: Any, make: Make = Plateau, **kwargs: Any) -> tuple[Any, bytes, Any]:
-    """Weights, the CSV log to the byte, and the test's scores."""
-    logger = CSVLogger(folder, name="run", version=str(len(list(folder.glob("run/*")))))
-    options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 3, **kwargs}
-    data = digits(validation_size=50, augment=True)
-    again = type(strategy)(**vars(strategy).get("given", {}))
-    module = fit(make(), data, devices, strategy=strategy, **options)
-    with quiet():
-        scores = trainer(devices, strategy=again, **{**options, "logger": False}).test(module, data, verbose=False)
-    return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes(), scores
-
-
-def given(kind: type, **options: Any) -> Any:
-    """A strategy that knows how it was made, as one strategy serves one Trainer only."""
-    strategy = kind(timeout=60, **options)
-    strategy.given = {"timeout": 60, **options}
-    return strategy
+from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Plain, Plateau, ended, fitted, pipeline
+from tests.strategies.test_exact import assert_same_bits, bits
+from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, weights
 
 
 @pytest.mark.parametrize("name", mostly_slow(["teacher", "students", "resnet8"], "students"))
@@ -45,19 +26,17 @@ def given(kind: type, **options: Any) -> Any:
     ids=str,
 )
 def test_exact_bits_are_those_of_one_process(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    one = told(1, tmp_path, given(DDP, exact=8), MODULES[name], **settings)
-    for devices, options in SHAPES.values() if not settings else [SHAPES["3"]]:
-        other = told(devices, tmp_path, given(PipelineStrategy, exact=8, **options), MODULES[name], **settings)
-        assert_same(one[0], other[0])
-        assert one[1:] == other[1:]
+    settings = {"max_epochs": 3} | settings
+    one = bits(MODULES[name], tmp_path, "ddp 1 exact 8", **settings)
+    for devices, options in SHAPES.values() if len(settings) == 1 else [SHAPES["3"]]:
+        strategy = partial(pipeline, exact=8, **options)
+        assert_same_bits(one, bits(MODULES[name], tmp_path, f"auto {devices}", strategy, **settings))
 
 
 @pytest.mark.parametrize("schedule", mostly_slow(SCHEDULES, "1F1B"))
 def test_exact_bits_under_every_schedule(schedule: str, tmp_path: Path) -> None:
-    one = told(1, tmp_path, given(DDP, exact=4))
-    other = told(2, tmp_path, given(PipelineStrategy, exact=4, schedule=schedule))
-    assert_same(one[0], other[0])
-    assert one[1:] == other[1:]
+    one = bits(Plateau, tmp_path, "ddp 1 exact 4")
+    assert_same_bits(one, bits(Plateau, tmp_path, "auto 2", partial(pipeline, exact=4, schedule=schedule)))
 
 
 @pytest.mark.slow
@@ -103,8 +82,6 @@ def test_exact_bits_on_eight_processes() -> None:
 
 
 class Replaces(Callback):
-    """Puts another parameter in the place of one, under the same name."""
-
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.current_epoch == 1:
             layer = module.net[-1]
@@ -122,8 +99,6 @@ def test_a_parameter_that_is_replaced_in_a_fit_goes_on_training() -> None:
 
 
 class Unfreezes(Plain):
-    """Begins to train a layer in a step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net[-1].requires_grad_(False)

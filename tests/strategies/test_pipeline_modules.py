@@ -1,6 +1,5 @@
 """The pipeline under modules, data and trainers of others: the same as on one device."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from harness.runs.quiet import quiet
-from tests.pipelines import Clock, Placed, Plain, Slow, ended, pairs, pipeline
+from tests.pipelines import Clock, Plain, Slow, ended, pairs, pipeline, placed
 from tests.processes import launch
 from tests.training import LinesLogger, assert_same, trainer, weights
 
 
 class Thaws(Callback):
-    """Freezes a layer, or all but a layer, for an epoch."""
-
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         module.net[0].requires_grad_(trainer.current_epoch > 0)
 
@@ -131,14 +128,14 @@ class Wrapped(nn.Module):
 
 def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
-    placed = Placed(tmp_path / "names")
+    notes = placed(tmp_path / "names")
 
     def loaders() -> Any:
         return {"a": DataLoader(pairs(), batch_size=8), "b": DataLoader(pairs(), batch_size=8)}
 
     one, _ = ended(TwoLoaders, data=loaders)
-    both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders, callbacks=[placed])
-    assert json.loads(placed.path.read_text()) == ["net.0.weight", "net.0.bias", "net.1.scale", "net.2.scale"]
+    both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders, callbacks=[notes])
+    assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", "net.1.scale", "net.2.scale"]]
     assert_same(one, both, atol=1e-9)
 
 

@@ -24,8 +24,6 @@ from tests.training import classifier, digits, fit, trainer, weights
 
 
 class At(Callback):
-    """Does something in rank 1 at the third batch."""
-
     def __init__(self, does: Callable[[], Any]) -> None:
         self.does = does
 
@@ -90,8 +88,6 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 class StopsAlone(Callback):
-    """Stops training on rank 1 after its second step."""
-
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.should_stop = trainer.should_stop or (trainer.global_step, trainer.global_rank) == (2, 1)
 

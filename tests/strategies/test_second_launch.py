@@ -124,7 +124,6 @@ def plain(value: Any, folder: Path) -> Any:
 
 
 def known(of: Trainer, folder: Path) -> dict[str, Any]:
-    """What a Trainer knows, and what it writes."""
     assert of.checkpoint_callback
     found: dict[str, Any] = {"step": of.global_step, "epoch": of.current_epoch, "state": of.state.status}
     found |= {"metrics": [of.callback_metrics, of.logged_metrics, of.progress_bar_metrics]}
@@ -152,7 +151,6 @@ def chain(of: Trainer, rows: int, folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What one process ends with."""
     folder = tmp_path_factory.mktemp("alone")
     return chain(running(None, folder), 16, folder)
 
@@ -177,8 +175,6 @@ def test_a_trainer_goes_on_after_forked_ranks(
 
 
 class Configured(Regression):
-    """Its layers are made in the ranks."""
-
     def make(self) -> None:
         self.net: nn.Sequential | None = None
 
@@ -200,8 +196,6 @@ class SetUp(Configured):
 
 
 class Columns(LightningDataModule):
-    """Knows its columns once it is set up."""
-
     columns = 0
 
     def setup(self, stage: str) -> None:
@@ -213,8 +207,10 @@ class Columns(LightningDataModule):
     val_dataloader = train_dataloader
 
 
-@pytest.mark.parametrize("make", [Configured, SetUp])
-@pytest.mark.parametrize("strategy", [DDP, FSDP, PipelineStrategy])
+MADE = [(make, strategy) for make in (Configured, SetUp) for strategy in (DDP, FSDP, PipelineStrategy)]
+
+
+@pytest.mark.parametrize(("make", "strategy"), mostly_slow(MADE, (Configured, PipelineStrategy), (SetUp, FSDP)))
 def test_layers_that_ranks_have_made_are_trained(
     make: type[LightningModule], strategy: type[Strategy], tmp_path: Path
 ) -> None:
@@ -230,8 +226,6 @@ def test_layers_that_ranks_have_made_are_trained(
 
 
 class Grown(Regression):
-    """Makes a layer where nobody expects it."""
-
     def on_train_start(self) -> None:
         self.late = nn.Linear(1, 1).requires_grad_(False)
 
@@ -266,14 +260,11 @@ def test_what_a_module_saves_comes_back(tmp_path: Path) -> None:
 
 
 class Described(Regression):
-    """Logs settings of its own, one of which can't be pickled."""
-
     def on_train_start(self) -> None:
         self.logger.log_hyperparams({"device": "cpu", "made_by": lambda: None})  # type: ignore[union-attr]
 
 
 def points(folder: Path) -> list[Any]:
-    """What is in a folder of TensorBoard's: tag, step and value."""
     found = []
     for path in folder.glob("events.*"):
         events = EventAccumulator(str(path), {"scalars": 0}).Reload()
@@ -282,7 +273,6 @@ def points(folder: Path) -> list[Any]:
 
 
 def lines(folder: Path) -> list[Any]:
-    """What is in a folder of a CSVLogger's."""
     rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
     return [{key: value and f"{float(value):.6g}" for key, value in row.items()} for row in rows]
 
@@ -313,8 +303,6 @@ def test_all_launches_log_to_one_folder(kind: type[CSVLogger | TensorBoardLogger
 
 
 class Failing(Described):
-    """Writes a column of its own before its test fails."""
-
     def on_test_start(self) -> None:
         assert self.logger
         self.logger.log_metrics({"fresh": 1.0}, 0)

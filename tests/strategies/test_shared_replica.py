@@ -24,8 +24,6 @@ STRATEGIES: dict[str, Callable[[], DataParallel]] = {
 
 
 class Seeds(Callback):
-    """Seeds each rank by its own number."""
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         torch.manual_seed(trainer.global_rank)
 
@@ -41,8 +39,6 @@ def test_batches_come_in_the_order_of_the_users_own_loader(strategy: str, shuffl
 
 
 class Mixed(Dataset):
-    """Draws a sample at random, by torch's generator."""
-
     def __len__(self) -> int:
         return 64
 
@@ -62,7 +58,6 @@ class Noisy(Plain):
         return super().training_step(batch)
 
     def of_rank_one(self, own: float) -> float:
-        """Rank one's number, on both ranks."""
         return self.trainer.strategy.broadcast(own, src=1)
 
 

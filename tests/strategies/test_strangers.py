@@ -23,27 +23,7 @@ from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
 from strategies.ddp import Replicated
-from tests.strangers import (
-    GAN,
-    Backbone,
-    Classifier,
-    Finetuning,
-    Gathered,
-    Lasso,
-    Late,
-    Measured,
-    Normed,
-    Penalized,
-    Scheduled,
-    SemiSupervised,
-    Streamed,
-    Tempered,
-    Tied,
-    Unequal,
-    Writer,
-    points,
-    sentences,
-)
+from tests import strangers
 from tests.training import LinesLogger, trainer
 
 BATCH = 12  # rows of a global batch
@@ -61,7 +41,6 @@ class Setup(NamedTuple):
     shares: int
 
     def strategy(self, case: "Case") -> Strategy | str:
-        """A new one."""
         kind = getattr(self.make, "func", None)
         told = case.find_unused_parameters and isinstance(kind, type) and issubclass(kind, Replicated)
         return self.make(find_unused_parameters=True) if told else self.make()
@@ -111,8 +90,6 @@ SETUPS = {
 
 
 class Outcome(NamedTuple):
-    """What a user has in the end."""
-
     tensors: dict[str, Tensor]
     logged: list[dict[str, float]]  # a line for each call of the logger's
     facts: dict[str, Any]
@@ -140,22 +117,25 @@ class Case(NamedTuple):
 
 
 def labelled(setup: Setup) -> dict[str, Any]:
-    return {"train_dataloaders": setup.loader(points()), "val_dataloaders": setup.loader(points(24), False)}
+    return {
+        "train_dataloaders": setup.loader(strangers.points()),
+        "val_dataloaders": setup.loader(strangers.points(24), False),
+    }
 
 
 def several(setup: Setup) -> dict[str, Any]:
-    unlabelled = TensorDataset(points().tensors[0])
-    train = {"labelled": setup.loader(Subset(points(), range(24))), "unlabelled": setup.loader(unlabelled)}
-    val = [setup.loader(points(24), False), setup.loader(points(), False)]
+    unlabelled = TensorDataset(strangers.points().tensors[0])
+    train = {"labelled": setup.loader(Subset(strangers.points(), range(24))), "unlabelled": setup.loader(unlabelled)}
+    val = [setup.loader(strangers.points(24), False), setup.loader(strangers.points(), False)]
     return {"train_dataloaders": CombinedLoader(train, "max_size_cycle"), "val_dataloaders": val}
 
 
 def latents(setup: Setup) -> dict[str, Any]:
-    return {"train_dataloaders": setup.loader(TensorDataset(points().tensors[0]))}
+    return {"train_dataloaders": setup.loader(TensorDataset(strangers.points().tensors[0]))}
 
 
 def tokens(setup: Setup) -> dict[str, Any]:
-    return {"train_dataloaders": setup.loader(sentences())}
+    return {"train_dataloaders": setup.loader(strangers.sentences())}
 
 
 def made(case: Case, setup: Setup, folder: Path, **options: Any) -> tuple[Trainer, LightningModule]:
@@ -183,7 +163,7 @@ def fitted_and_more(case: Case, setup: Setup, folder: Path) -> Outcome:
     used, module = made(case, setup, folder)
     used.fit(module, **case.loaders(setup))
     steps = {"step": used.global_step, "epoch": used.current_epoch}
-    used.validate(module, setup.loader(points(36), False), verbose=False)
+    used.validate(module, setup.loader(strangers.points(36), False), verbose=False)
     return outcome(used, module, **steps)
 
 
@@ -216,18 +196,12 @@ def resumed(case: Case, setup: Setup, folder: Path) -> Outcome:
 
 
 def predicted(case: Case, setup: Setup, folder: Path) -> Outcome:
-    """What the ranks have written, by the rows' numbers; 29 rows, so that some rank has one row less."""
-    used, module = made(case, setup, folder, callbacks=[Writer(folder)])
-    used.predict(module, setup.loader(points(29), False), return_predictions=False)
-    rows: list[tuple[int, Tensor]] = []
-    for path in folder.glob("predictions_*.pt"):
-        indices = torch.load(path.with_name(path.name.replace("predictions", "batch_indices")))
-        numbers = [i for batch in indices[0] for i in batch]
-        predictions = torch.cat([*torch.load(path), torch.empty(0, 3)])
-        assert len(numbers) == len(predictions)
-        rows += zip(numbers, predictions, strict=True)
-    rows.sort(key=lambda row: row[0])
-    return Outcome({"predictions": torch.stack([row for _, row in rows])}, [], {"rows": [i for i, _ in rows]})
+    """29 rows, so that some rank has one row less."""
+    data = strangers.points(29)
+    used, module = made(case, setup, folder, callbacks=[strangers.Writer(folder, data.tensors[0])])
+    used.predict(module, setup.loader(data, False), return_predictions=False)
+    found = strangers.joined(folder, 1)
+    return Outcome({"predictions": torch.stack([*found.values()])}, [], {"rows": [*found]})
 
 
 def plain(make: Callable[[], LightningModule]) -> Callable[[int], LightningModule]:
@@ -236,30 +210,30 @@ def plain(make: Callable[[], LightningModule]) -> Callable[[int], LightningModul
 
 def double(_rows: int) -> LightningModule:
     """On one device Lightning copies and loads weights before it makes them double."""
-    return Classifier().double()
+    return strangers.Classifier().double()
 
 
 CASES = {
-    "manual optimization": Case(plain(GAN), latents, find_unused_parameters=True),
-    "several loaders": Case(plain(SemiSupervised), several),
-    "a stream with workers": Case(Streamed, lambda _setup: {}),
-    "unequal rows": Case(plain(Unequal), lambda _setup: {}, run=validated),
-    "metrics": Case(plain(Measured), labelled),
+    "manual optimization": Case(plain(strangers.GAN), latents, find_unused_parameters=True),
+    "several loaders": Case(plain(strangers.SemiSupervised), several),
+    "a stream with workers": Case(strangers.Streamed, lambda _setup: {}),
+    "unequal rows": Case(plain(strangers.Unequal), lambda _setup: {}, run=validated),
+    "metrics": Case(plain(strangers.Measured), labelled),
     "EMA": Case(double, labelled, lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]}),
     "SWA": Case(double, labelled, lambda: {"callbacks": [StochasticWeightAveraging(0.01, 1)], "max_epochs": 3}),
     "top-k and resume": Case(double, labelled, run=resumed),
-    "frozen layers": Case(plain(Backbone), labelled, lambda: {"callbacks": [Finetuning()]}),
-    "tied weights": Case(plain(Tied), tokens),
+    "frozen layers": Case(plain(strangers.Backbone), labelled, lambda: {"callbacks": [strangers.Finetuning()]}),
+    "tied weights": Case(plain(strangers.Tied), tokens),
     "a step's schedule": Case(
-        plain(Scheduled), labelled, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        plain(strangers.Scheduled), labelled, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     ),
-    "predictions": Case(plain(Classifier), labelled, run=predicted),
-    "configure_model": Case(plain(Late), labelled, run=fitted_and_more),
-    "norms": Case(plain(Normed), labelled),
-    "gathered outputs": Case(plain(Gathered), labelled),
-    "gradient penalty": Case(plain(Penalized), labelled),
-    "L1": Case(plain(Lasso), labelled),
-    "a scalar": Case(plain(Tempered), labelled),
+    "predictions": Case(plain(strangers.Classifier), labelled, run=predicted),
+    "configure_model": Case(plain(strangers.Late), labelled, run=fitted_and_more),
+    "norms": Case(plain(strangers.Normed), labelled),
+    "gathered outputs": Case(plain(strangers.Gathered), labelled),
+    "gradient penalty": Case(plain(strangers.Penalized), labelled),
+    "L1": Case(plain(strangers.Lasso), labelled),
+    "a scalar": Case(plain(strangers.Tempered), labelled),
 }
 
 EXACT = ("ddp exact", "ddp_zero1 exact", "pipeline exact")
@@ -305,7 +279,6 @@ REFUSED = {
 
 @cache
 def reference(case: str) -> Outcome:
-    """On one device."""
     with tempfile.TemporaryDirectory() as folder:
         return run(case, one_device(), Path(folder))
 
@@ -328,7 +301,6 @@ def check(case: str, strategy: str, folder: Path) -> None:
 
 
 def assert_close(found: Any, right: Any, where: str) -> None:
-    """Equal, numbers to 1e-9."""
     if isinstance(right, dict):
         assert found.keys() == right.keys(), where
         for key, value in right.items():

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
@@ -30,17 +29,26 @@ import strategies
 from harness.runs.quiet import quiet
 from lab.strategies import DDPFP16, DDPPowerSGD, DDPRing, LocalSGD
 from lit_modules.classifier import LitClassifier
-from lit_modules.nets import DeepNN, LightNN, ResNet
-from strategies import DDP, FSDP, DataParallel, ZeRO1
+from lit_modules.nets import LightNN, ResNet
+from strategies import DDP, FSDP, HSDP, DataParallel, ZeRO1
+from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
-from tests.training import LinesLogger, assert_same, classifier, digits, distillation, fit, trainer, weights
+from tests.training import (
+    MODULES,
+    TAGS,
+    Outcome,
+    assert_agree,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    outcome,
+    trainer,
+    weights,
+)
 
 STEPS = {"max_epochs": -1, "max_steps": 20, "log_every_n_steps": 1, "precision": "64-true"}
-MODULES: dict[str, tuple[Callable[[], LightningModule], str]] = {
-    "students": (distillation, "hint/train/loss"),
-    "teacher": (lambda: classifier(DeepNN), "train/loss"),
-    "resnet8": (lambda: classifier(ResNet, depth=8), "train/loss"),
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
@@ -48,26 +56,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, Callable[..., DataParallel]] = {"ddp": DDP, "ddp_zero1": ZeRO1}
 
 
-def outcome(run: str, devices: int, path: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    make, tag = MODULES[run]
-    logger = LinesLogger(path / f"{run}-{devices}-{len(list(path.iterdir()))}")
-    # 112: batches of 37, 37, 37 and 1, in which all ranks but one have no row
-    module = fit(make(), digits(train_size=112), devices, logger=logger, **STEPS | options)
-    return logger.values(tag), weights(module)
-
-
-# DDP with one batch a step: test_invariance.py
 CASES = [
-    ("ddp", "students", "accumulated and clipped"),
-    ("ddp_zero1", "students", "accumulated and clipped"),
-    *(("ddp_zero1", run, "plain") for run in MODULES),
+    *((strategy, "students", "accumulated and clipped") for strategy in STRATEGIES),
+    *((strategy, run, "plain") for strategy in STRATEGIES for run in MODULES),
 ]
 
 
+def trained(run: str, devices: int, folder: Path, **options: Any) -> Outcome:
+    """After 20 steps in batches of 37, 37, 37 and 1, in which all ranks but one have no row."""
+    return outcome(MODULES[run](), digits(train_size=112), folder, [TAGS[run]], devices, **STEPS | options)
+
+
 @functools.cache
-def alone(run: str, options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def alone(run: str, options: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        return outcome(run, 1, Path(folder), **OPTIONS[options])
+        return trained(run, 1, Path(folder), **OPTIONS[options])
 
 
 @pytest.mark.parametrize("strategy", mostly_slow([DDP, DDPRing, ZeRO1, FSDP], FSDP))
@@ -83,58 +86,23 @@ def test_nets_may_be_in_channels_last(strategy: Callable[..., DataParallel]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "run", "options"), CASES)
 def test_float64_agrees_with_one_process(strategy: str, run: str, options: str, tmp_path: Path) -> None:
-    losses, ended = alone(run, options)
-    assert len(losses) == 20
     for devices in (2, 3):
-        theirs, other = outcome(run, devices, tmp_path, strategy=STRATEGIES[strategy](timeout=60), **OPTIONS[options])
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(ended, other, atol=1e-9)
+        made = STRATEGIES[strategy](timeout=60)
+        assert_agree(alone(run, options), trained(run, devices, tmp_path, strategy=made, **OPTIONS[options]))
+    assert len(alone(run, options)[0]) == 20
 
 
 @pytest.mark.slow
 def test_eight_processes_and_shards_agree_too(tmp_path: Path) -> None:
-    losses, ended = alone("students", "plain")
-    for strategy in (ZeRO1(timeout=60), DDP(timeout=60, exact=8)):
-        theirs, other = outcome("students", 8, tmp_path, strategy=strategy)
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(ended, other, atol=1e-9)
+    for strategy in (DDP(timeout=60), ZeRO1(timeout=60), DDP(timeout=60, exact=8)):
+        assert_agree(alone("students", "plain"), trained("students", 8, tmp_path, strategy=strategy))
 
 
-class Gathered(Callback):
-    """Has each rank tell a number at each step; they are in a file, one line a step."""
-
-    def __init__(self, path: Path, number: Callable[[Any, LightningModule], float]) -> None:
-        self.path, self.number = path, number
-
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
-        mine = torch.tensor([self.number(trainer, pl_module)], dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-        dist.all_gather(parts, mine)
-        if trainer.is_global_zero:
-            with self.path.open("a") as file:
-                file.write(" ".join(str(part.item()) for part in parts) + "\n")
-
-    def lines(self) -> list[list[float]]:
-        return [[float(x) for x in line.split()] for line in self.path.read_text().splitlines()]
-
-
-class SaveAndStop(Callback):
-    """Saves before a batch in mid-epoch, as `SafePoints` does when a user interrupts."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
-def norm(_trainer: Any, module: LightningModule) -> float:
+def norm(_trainer: Any, module: Any) -> float:
     return sum(p.detach().double().square().sum().item() for p in module.parameters() if p.requires_grad)
 
 
-def state_bytes(trainer: Any, _module: LightningModule) -> float:
+def state_bytes(trainer: Any, _module: Any) -> int:
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return sum(x.nbytes for state in states for x in state.values() if isinstance(x, torch.Tensor) and x.dim())
 
@@ -144,11 +112,11 @@ def test_zero1_cuts_the_optimizers_state(devices: int, tmp_path: Path) -> None:
     parameters = 8 * sum(p.numel() for p in ResNet(depth=20).parameters())  # Adam has two float32 numbers for each
     found = {}
     for name, strategy in {"ddp": DDP, "ddp_zero1": ZeRO1}.items():
-        told = Gathered(tmp_path / name, state_bytes)
+        told = Notes(tmp_path / name, state_bytes, "on_train_batch_end")
         options = {"strategy": strategy(timeout=60), "callbacks": [told], "max_epochs": 1}
         module = LitClassifier(ResNet(depth=20, input_shape=(1, 8, 8)))
         fit(module, digits(train_size=16, batch_size=8), devices, **options)
-        found[name] = told.lines()[-1]
+        found[name] = [steps[-1] for steps in told.of_ranks()]
     whole = found["ddp"][0]
     assert found["ddp"] == [whole] * devices
     assert whole == pytest.approx(parameters, rel=0.01)  # but for the first layer, which sees one channel of three
@@ -176,24 +144,25 @@ def test_local_sgd_of_every_step_is_data_parallel_sgd(devices: int, tmp_path: Pa
 
 @pytest.mark.parametrize("period", [1, 4])
 def test_local_sgds_ranks_differ_until_they_are_averaged(period: int, tmp_path: Path) -> None:
-    told = Gathered(tmp_path / "norms", norm)
+    told = Notes(tmp_path / "norms", norm, "on_train_batch_end")
     strategy = LocalSGD(timeout=60, period=period)
     data = digits(train_size=101, validation_size=20)  # validated after every epoch of 3 steps
     fit(classifier(), data, 3, strategy=strategy, callbacks=[told], **STEPS | {"max_steps": 10})
-    equal = [len(set(line)) == 1 for line in told.lines()]
+    equal = [len(set(norms)) == 1 for norms in zip(*told.of_ranks(), strict=True)]
     assert equal == [(step + 1) % period == 0 for step in range(10)]
 
 
 def test_local_sgd_is_saved_as_its_average(tmp_path: Path) -> None:
     """Saved in mid-period and gone on with, all ranks start from one average, of the moments too."""
-    path, told = tmp_path / "saved.ckpt", Gathered(tmp_path / "norms", norm)
+    path, told = tmp_path / "saved.ckpt", Notes(tmp_path / "norms", norm, "on_train_batch_end")
     saving = {"callbacks": [SaveAndStop(path, 6)], "strategy": LocalSGD(timeout=60)}
     ended = fit(classifier(), digits(), 2, **STEPS | saving)  # at step 7, its ranks averaged
     saved = torch.load(path, weights_only=True)
     with quiet():
         again = trainer(2, strategy=LocalSGD(timeout=60), callbacks=[told], **STEPS | {"max_steps": 12})
         again.fit(classifier(), digits(), ckpt_path=path, weights_only=True)
-    assert [len(set(line)) == 1 for line in told.lines()] == [False, True, False, False, False, True]
+    equal = [len(set(norms)) == 1 for norms in zip(*told.of_ranks(), strict=True)]
+    assert equal == [False, True, False, False, False, True]
     step = max(float((weights(ended)[key] - saved["state_dict"][key]).abs().max()) for key in weights(ended))
     assert 0 < step < 0.01  # one step of Adam
 
@@ -232,7 +201,6 @@ def test_a_checkpoint_goes_on_under_any_strategy_on_any_number(tmp_path: Path) -
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Lightning's registry with these strategies in it, for a test."""
     before, lightnings = dict(StrategyRegistry), list(FSDPStrategy._registered_strategies)
     strategies.register()
     yield
@@ -336,6 +304,15 @@ def test_ranks_are_forked_where_that_is_safe(
     [
         (lambda: DDP(timeout=0), "timeout 0: expected seconds, above 0"),
         (lambda: DDP(timeout=timedelta(0)), "timeout 0:00:00: expected seconds, above 0"),
+        (lambda: trainer(3, strategy=DDP(exact=2)), "exact 2: expected at least 3, the number of devices"),
+        (lambda: DDP(exact=0), "exact 0: expected a number of shards, 1 to 4096"),
+        (lambda: DDP(exact=4097), "exact 4097: expected a number of shards, 1 to 4096"),
+        (lambda: trainer(2, strategy=FSDP(offload=True)), "offload True: expected False"),
+        (lambda: FSDP(param_dtype="bf17"), "param_dtype bf17: expected bf16 or fp16"),
+        (lambda: trainer(4, strategy=HSDP(shard_size=3)), "shard_size 3: expected a number that divides the 4 devi"),
+        (lambda: trainer(4, strategy=HSDP(shard_size=0)), "shard_size 0: expected a number that divides the 4 devi"),
+        (lambda: trainer(1, strategy=HSDP()), "shard_size 2: expected a number that divides the 1 devices"),
+        (lambda: HSDP(mesh={"tensor": 2}), "expected none: shard_size makes the groups"),
         (lambda: trainer(2, strategy=DDP(exact=8, ddp_comm_hook=fp16_compress_hook)), "exact 8: expected no ddp_comm_"),
         (lambda: LocalSGD(period=0), "period 0: expected at least 1"),
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps -1: expected 0 or more"),

@@ -1,13 +1,12 @@
 """Ranks that compute a net's layers together end where one process ends, and its checkpoints are theirs."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -18,10 +17,11 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
-from strategies import DDP, FSDP, HSDP
+from strategies import DDP, FSDP
+from tests.callbacks import Notes
 from tests.processes import launch
 from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, goes_on, small
-from tests.training import SHAPE, LinesLogger, assert_same, fit, net, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, fit, net, outcome, trainer, weights
 
 TWO, SQUARE = {"tensor": 2}, {"data": 2, "tensor": 2}
 
@@ -60,21 +60,20 @@ CASES: dict[str, Callable[[], LightningModule]] = {
 TAGS = {"vit": "train/loss", "students": "deit/train/loss", "pair": "train/loss"}
 
 
-def outcome(
+def trained(
     name: str, path: Path, devices: int = 1, mesh: dict[str, int] | None = None, **options: Any
-) -> tuple[list[float], dict[str, torch.Tensor], Mapping[str, float]]:
-    """Losses, final weights and the scores of a test after ten steps; one validation comes first."""
+) -> tuple[Outcome, Mapping[str, float]]:
+    """Losses, norms and final weights of ten steps, after one validation; and the scores of a test."""
 
     def strategy() -> dict[str, Any]:
         return {} if mesh is None else {"strategy": FSDP(timeout=60, mesh=mesh)}
 
-    logger = LinesLogger(path / f"{name} {devices}")
-    steps = {"max_steps": 10, "log_every_n_steps": 1, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
-    module = fit(CASES[name](), small(), devices, **DOUBLE | steps | {"logger": logger} | options, **strategy())
-    norm = logger.values(TAGS[name].replace("loss", "grad_2.0_norm_total"))
+    steps = DOUBLE | {"max_steps": 10, "num_sanity_val_steps": 1, "check_val_every_n_epoch": 99}
+    tags, module = (TAGS[name], TAGS[name].replace("loss", "grad_2.0_norm_total")), CASES[name]()
+    found = outcome(module, small(), path, tags, devices, **steps | options | strategy())
     with quiet():
         scores = trainer(devices, precision="64-true", **strategy()).test(module, small(), verbose=False)[0]
-    return [*logger.values(TAGS[name]), *norm], weights(module), scores
+    return found, scores
 
 
 @pytest.mark.parametrize(
@@ -92,37 +91,28 @@ def outcome(
 def test_training_is_that_of_one_process(
     name: str, data: int, tensor: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    losses, ended, scores = outcome(name, tmp_path, **options)
+    one, scores = trained(name, tmp_path, **options)
     mesh = {"data": data, "tensor": tensor}
-    theirs, other, their_scores = outcome(name, tmp_path, data * tensor, mesh, **options)
-    assert len(losses) >= 20
-    assert theirs == pytest.approx(losses, abs=CLOSE, rel=0)
-    assert_same(ended, other, atol=CLOSE)
+    other, their_scores = trained(name, tmp_path, data * tensor, mesh, **options)
+    assert len(one[0]) >= 20
+    assert_agree(one, other, CLOSE)
     assert their_scores == pytest.approx(scores, abs=CLOSE, rel=0)
 
 
-class Parts(Callback):
-    """Notes the elements of parameters and of Adam's moments that a rank holds."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
-        found = [
-            sum(x.to_local().numel() for x in of if x.device_mesh.ndim == 2)
-            for of in (list(pl_module.parameters()), moments)
-        ]
-        (self.path / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+def elements(trainer: Any, module: Any) -> list[int]:
+    """How many elements of cut parameters and of their moments a rank holds."""
+    moments = [state[key] for state in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
+    held = list(module.parameters()), moments
+    return [sum(x.to_local().numel() for x in tensors if x.device_mesh.ndim == 2) for tensors in held]
 
 
 def test_a_rank_holds_its_part_of_the_layers_that_are_cut(tmp_path: Path) -> None:
-    module = LitClassifier(vit())
-    fit(module, small(), 4, strategy=FSDP(timeout=60, mesh=SQUARE), callbacks=[Parts(tmp_path)], max_steps=2)
+    module, notes = LitClassifier(vit()), Notes(tmp_path / "ranks", elements, "on_train_end")
+    fit(module, small(), 4, strategy=FSDP(timeout=60, mesh=SQUARE), callbacks=[notes], max_steps=2)
     cut = [p for name, p in module.named_parameters() if ".attention." in name or ".mlp." in name]
     shared = [p for name, p in module.named_parameters() if name.endswith((".attention.out.bias", ".mlp.2.bias"))]
     whole, twice = (sum(p.numel() for p in of) for of in (cut, shared))
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    found = [facts[0] for facts in notes.of_ranks()]
     assert [sum(each) for each in zip(*found, strict=True)] == [whole + twice, 2 * (whole + twice)]
     assert max(parameters for parameters, _ in found) == pytest.approx(whole / 4, rel=0.05)
 
@@ -171,8 +161,3 @@ def test_what_can_not_be_cut_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fit(make(), small(), devices, strategy=FSDP(timeout=60, mesh=mesh), max_steps=1)
-
-
-def test_groups_of_hsdp_are_not_a_mesh() -> None:
-    with pytest.raises(ValueError, match="expected none: shard_size makes the groups"):
-        HSDP(mesh=TWO)

@@ -1,5 +1,6 @@
 """Parameters that are frozen and unfrozen while a fit runs: all ranks go on with the same gradients."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPPowerSGD, LocalSGD, ParamServer
 from strategies import DDP, FSDP, ZeRO1
+from tests.grids import mostly_slow
 from tests.training import assert_same, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was")
@@ -57,8 +59,6 @@ class Plain(LightningModule):
 
 
 class Alternating(Plain):
-    """Trains one layer in even batches, the other in odd ones, and leaves the flags as they are."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.net[0].requires_grad_(batch_idx % 2 == 0)
         self.net[2].requires_grad_(batch_idx % 2 == 1)
@@ -94,55 +94,16 @@ def ended(module: LightningModule, strategy: Strategy | None, *callbacks: Callba
     return weights(module)
 
 
-def alike(make: type[Plain], strategy: Strategy, *callbacks: Callback, **kwargs: Any) -> None:
-    """Assert that ranks end as one device does."""
-    alone = ended(make(), None, *callbacks, **kwargs)
-    assert_same(ended(make(), strategy, *callbacks, **kwargs), alone, atol=1e-9)
-
-
 UNUSED: dict[str, Any] = {"find_unused_parameters": True, "timeout": 30}
-TOGGLED = {
-    "ddp": lambda: DDP(**UNUSED),
-    "ddp_allreduce": lambda: AllReduce(timeout=30),
-    "ddp_zero1": lambda: ZeRO1(**UNUSED),
-    "local_sgd": lambda: LocalSGD(period=1, **UNUSED),
-}
-
-
-@pytest.mark.parametrize("name", TOGGLED)
-def test_flags_may_alternate_within_a_step(name: str) -> None:
-    alike(Adversarial, TOGGLED[name]())
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", TOGGLED)
-def test_flags_may_alternate_from_step_to_step(name: str, accumulate: int) -> None:
-    alike(Alternating, TOGGLED[name](), accumulate_grad_batches=accumulate)
 
 
 class Unfreezes(BaseFinetuning):
-    """The first layer is trained from the second epoch on."""
-
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.net[0])  # type: ignore[index]
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)  # type: ignore[index]
-
-
-UNFROZEN = TOGGLED | {
-    "fsdp": lambda: FSDP(timeout=30),
-    "ddp_powersgd": lambda: DDPPowerSGD(start_step=1000, timeout=30),  # until then it is ddp
-    "bucket_view": lambda: DDP(gradient_as_bucket_view=True, timeout=30),
-}
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", UNFROZEN)
-def test_layers_that_are_unfrozen_are_averaged(name: str, accumulate: int) -> None:
-    options = {"accumulate_grad_batches": accumulate, "precision": "64-true"}
-    alike(Plain, UNFROZEN[name](), Unfreezes(), **options)
 
 
 class UnfreezesAt(Unfreezes):
@@ -160,9 +121,50 @@ class UnfreezesAt(Unfreezes):
             super().finetune_function(pl_module, 1, trainer.optimizers[0])
 
 
-@pytest.mark.parametrize("strategy", [DDP, AllReduce])
-def test_a_layer_is_unfrozen_among_accumulated_batches(strategy: Any) -> None:
-    alike(Plain, strategy(timeout=30), UnfreezesAt(1), accumulate_grad_batches=2)
+class Manual(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": lambda: DDP(**UNUSED),
+    "ddp_allreduce": lambda: AllReduce(timeout=30),
+    "ddp_zero1": lambda: ZeRO1(**UNUSED),
+    "local_sgd": lambda: LocalSGD(period=1, **UNUSED),
+    "fsdp": lambda: FSDP(timeout=30),
+    "ddp_powersgd": lambda: DDPPowerSGD(start_step=1000, timeout=30),  # until then it is ddp
+    "bucket_view": lambda: DDP(gradient_as_bucket_view=True, timeout=30),
+    "all used": lambda: DDP(timeout=30),
+    "static": lambda: DDP(static_graph=True, timeout=30),
+}
+TOGGLED, UNFROZEN = [*STRATEGIES][:4], [*STRATEGIES][:7]
+CALLBACKS = {"": list, "an epoch": lambda: [Unfreezes()], "a batch": lambda: [UnfreezesAt(1)]}
+CASES = [  # the module, what unfreezes, the strategy, batches of a step
+    *((Adversarial, "", name, 1) for name in TOGGLED),
+    *((Alternating, "", name, batches) for name in TOGGLED for batches in (1, 2)),
+    *((Plain, "an epoch", name, batches) for name in UNFROZEN for batches in (1, 2)),
+    *((Plain, "a batch", name, 2) for name in ("all used", "ddp_allreduce")),
+    *((make, "an epoch", "static", 1) for make in (Plain, Manual)),
+]
+QUICK = [  # others: test_strangers.py
+    *((Adversarial, "", name, 1) for name in ("ddp", "ddp_allreduce")),
+    *((Alternating, "", *case) for case in (("ddp", 1), ("ddp", 2), ("ddp_allreduce", 2), ("ddp_zero1", 1))),
+    *((Plain, "an epoch", name, 1) for name in ("ddp_powersgd", "bucket_view", "local_sgd")),
+    *((Plain, "an epoch", name, 2) for name in ("ddp", "fsdp")),
+    *CASES[-4:],
+]
+
+
+@pytest.mark.parametrize(("make", "unfreezes", "strategy", "batches"), mostly_slow(CASES, *QUICK))
+def test_ranks_end_as_one_device_does(make: type[Plain], unfreezes: str, strategy: str, batches: int) -> None:
+    options = {"accumulate_grad_batches": batches, "precision": "64-true"}
+    alone = ended(make(), None, *CALLBACKS[unfreezes](), **options)
+    assert_same(ended(make(), STRATEGIES[strategy](), *CALLBACKS[unfreezes](), **options), alone, atol=1e-9)
 
 
 def test_what_accumulated_batches_have_used_is_not_forgotten() -> None:
@@ -194,23 +196,22 @@ def test_ranks_that_step_alone_keep_their_own(warmup_steps: int) -> None:
 
 
 class Freezes(Callback):
-    """The first layer is no longer trained from the third epoch on."""
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 2:
             pl_module.net[0].requires_grad_(False)
 
 
-def test_ranks_that_step_alone_average_what_is_frozen_later() -> None:
-    ended(Plain(), LocalSGD(period=100, **UNUSED), Freezes())
+ALONE: dict[str, tuple[type[Plain], Any, Callback | None]] = {
+    "frozen later": (Plain, lambda: LocalSGD(period=100, **UNUSED), Freezes()),
+    "frozen for a moment": (Adversarial, lambda: LocalSGD(period=2, **UNUSED), None),
+    "compression remembers anew": (Plain, lambda: DDPPowerSGD(start_step=2, timeout=30), Unfreezes()),
+}
 
 
-def test_ranks_that_step_alone_average_what_is_frozen_for_a_moment() -> None:
-    ended(Adversarial(), LocalSGD(period=2, **UNUSED))
-
-
-def test_a_rank_starts_anew_to_remember_what_compression_leaves_out() -> None:
-    ended(Plain(), DDPPowerSGD(start_step=2, timeout=30), Unfreezes())
+@pytest.mark.parametrize("case", ALONE)
+def test_ranks_that_step_alone_end_alike(case: str) -> None:
+    make, strategy, callback = ALONE[case]
+    ended(make(), strategy(), *([callback] if callback else []))
 
 
 class Sudden(Plain):
@@ -231,21 +232,6 @@ def test_a_gradient_that_nothing_averages_is_named(strategy: Any) -> None:
         ProcessRaisedException, match=r"parameter net\.0\.weight: expected it to be unfrozen in on_train_batch"
     ):
         ended(Sudden(), strategy(timeout=30))
-
-
-class Manual(Plain):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
-@pytest.mark.parametrize("make", [Plain, Manual])
-def test_a_static_graph_is_recorded_anew(make: type[Plain]) -> None:
-    alike(make, DDP(static_graph=True, timeout=30), Unfreezes())
 
 
 def test_means_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

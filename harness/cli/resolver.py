@@ -1,29 +1,28 @@
-"""The second pass: for each class that was chosen, its options, read and checked by jsonargparse."""
+"""Makes choices of merged settings: for each class that is chosen its options, read and checked by jsonargparse."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes
-from harness.cli.merging import below
-from harness.cli.messages import near_flag, words
+from harness.cli.messages import near, near_flag, words
+from harness.cli.rows import RESERVED, is_reserved
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.cli.sources import BARE, Layer, Setting, layer
+from harness.cli.sources import BARE, Layer, Setting, below, layer
 from harness.cli.yamls import read_value
 
 OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 
 
 class Resolver:
-    """Makes choices of the merged layers; an option whose type is a base of `families` is itself a choice."""
+    """Makes choices of the merged layers; an option whose type is a base of some `classes` is itself a choice."""
 
-    def __init__(self, settings: Layer, prog: str) -> None:
-        self.settings: dict[str, Setting] = dict(settings)
-        self._prog = prog
-        self.families: Sequence[Classes] = ()
+    def __init__(self, settings: Layer, classes: Mapping[str, Classes]) -> None:
+        self.settings, self.classes = dict(settings), dict(classes)
         self.flags: dict[str, tuple[Any, str]] = {}  # values and descriptions
-        self._keys: dict[str, Any] = {}  # what stands at a key that may have options
+        self._places: dict[str, Any] = {}  # what stands at a key that may have options
         self._missing: list[BadInput] = []
 
     def one(self, classes: Classes, key: str, optional: bool = False) -> Chosen:
@@ -34,17 +33,36 @@ class Resolver:
             raise BadInput(key, value, f"one class: {classes.expected()}")
         return chosen
 
+    def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
+        """Return the choices below a key by their names."""
+        if key in self.settings:
+            expected = f"a name and a class, as --{key}.mine {next(iter(classes.by_name))}"
+            raise BadInput(key, self.settings[key].value, expected)
+        settings = below(key, self.settings)
+        names = dict.fromkeys(flag.split(".")[0] for flag in settings)
+        for flag, setting in settings.items():
+            name = flag.split(".")[0]
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or is_reserved(name):
+                expected = f"a name of letters, digits, _ and - after --{key}, other than {RESERVED}"
+                raise BadInput(f"{key}.{flag}", setting.value, expected)
+            if name not in settings:
+                chosen = [other for other in names if other in settings]
+                others = f"one of {', '.join(chosen)}, or " if chosen else ""
+                expected = f"{others}--{key}.{name} CLASS beside it for a new one{near(name, chosen)}"
+                raise BadInput(f"{key}.{flag}", setting.value, expected)
+        return {name: self.one(classes, f"{key}.{name}") for name in names}
+
     def choose(self, classes: Classes, key: str) -> Chosen:
         """Return what is chosen at this key, with its options."""
         setting = self.settings.get(key, Setting(None))
         name = read_value(setting.value, key)
         if isinstance(name, dict):
-            others = {flag: other for flag, other in self.settings.items() if flag != key}
-            self.settings = {**layer(name, setting.source, key), **others}
+            del self.settings[key]
+            self.settings = {**layer(name, setting.source, key), **self.settings}
             return self.choose(classes, key)
         self.flags[key] = name, ""
         if isinstance(name, list):
-            self._keys[key] = name
+            self._places[key] = name
             for i, entry in enumerate(name):
                 if entry is None or isinstance(entry, list):
                     raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
@@ -52,31 +70,31 @@ class Resolver:
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
         chosen, sets = classes.find(name, key)
         if not isinstance(chosen, type):
-            self._keys[key] = chosen
+            self._places[key] = chosen
             return chosen
         return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
 
     def texts(self, key: str) -> dict[str, Any]:
         """Return all values below a key, by the rest of their flags."""
-        values = self._below(key)
+        values = {name: setting.value for name, setting in below(key, self.settings).items()}
         self.flags |= {f"{key}.{name}": (value, "") for name, value in values.items()}
         return values
 
-    def options(self, signature: Signature, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a class: as set, else these defaults, else those of its constructor."""
-        self._keys[key] = signature
+    def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""
+        self._places[key] = signature
         values = {}
-        for name, default in {**signature.defaults, **defaults}.items():
+        for name, default in {**signature.defaults, **sets}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]
             value, kinds = self._value(flag), {*kinds_of(hint)}
-            classes = next((classes for classes in self.families if kinds.intersection(classes.bases)), None)
+            classes = next((classes for classes in self.classes.values() if kinds.intersection(classes.bases)), None)
             if value is not Missing and classes is not None:
                 self.settings.setdefault(flag, Setting(None if default is Missing else default))
                 values[name] = _fit_to_hint(self.choose(classes, flag), hint, classes, value, flag)
                 continue
             values[name] = default if value is Missing else signature.check(name, value, key)
             self.flags[flag] = values[name], signature.help[name]
-            self.flags |= {f"{flag}.{inner}": (None, "") for inner in self._below(flag)}
+            self.flags |= {f"{flag}.{inner}": (None, "") for inner in below(flag, self.settings)}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
                 self._missing.append(BadInput(flag, "(nothing)", expected))
@@ -86,41 +104,38 @@ class Resolver:
         """Return the value of a flag or, if there are settings below it, their mapping."""
         value = self.settings.get(flag, Setting(Missing)).value
         mapping: dict[str, Any] = {}
-        for name, inner in self._below(flag).items():
+        for name, setting in below(flag, self.settings).items():
             node, (*parents, last) = mapping, name.split(".")
             for parent in parents:
                 node = node.setdefault(parent, {})
                 if not isinstance(node, dict):
-                    raise BadInput(f"{flag}.{name}", inner, f"{parent} either with a value or with options")
-            node[last] = inner
+                    raise BadInput(f"{flag}.{name}", setting.value, f"{parent} either with a value or with options")
+            node[last] = setting.value
         if not mapping:
             return value
         return mapping if value is Missing else {"class_path": value, "init_args": mapping}
 
-    def _below(self, flag: str) -> dict[str, Any]:
-        return {name: setting.value for name, setting in below(flag, self.settings).items()}
-
-    def check_complete(self, plain: Sequence[str]) -> None:
-        """Raise BadInput for the first flag that is neither an option of a choice nor plain, or that is missing."""
-        valid_flags = {*self.flags, *plain} - OF_A_CALL
+    def check_complete(self, prog: str, plain: Iterable[str]) -> None:
+        """Raise BadInput for the first flag that is neither an option of a choice nor `plain`, or that is missing."""
+        valid_flags = {*self.flags, *plain}
         for flag, setting in self.settings.items():
             if flag not in valid_flags:
-                raise BadInput(flag, setting.value, self._expected(flag, plain))
+                raise BadInput(flag, setting.value, self._expected(flag, prog, [*plain, *OF_A_CALL, *self.flags]))
         for error in self._missing:
             raise error
 
-    def _expected(self, flag: str, plain: Sequence[str]) -> str:
+    def _expected(self, flag: str, prog: str, flags: Iterable[str]) -> str:
         """Say what is expected in place of a flag that does not exist."""
         if flag in OF_A_CALL:
             return "it on the command line alone"
         if flag.endswith(".init_args"):
             return "a mapping of options"
         key, _, name = flag.rpartition(".")
-        while key and key not in self._keys:
+        while key and key not in self._places:
             key, _, name = key.rpartition(".")
         if not key:
-            return f"a flag of {self._prog}{near_flag(flag, [*plain, *self.flags], '--') or '; --help lists them'}"
-        place = self._keys[key]
+            return f"a flag of {prog}{near_flag(flag, flags, '--') or '; --help lists them'}"
+        place = self._places[key]
         if isinstance(place, list):
             return f"a position from 0 to {len(place) - 1} after {key}"
         if isinstance(place, Signature):
