@@ -56,7 +56,7 @@ def _plain_characters() -> Iterator[None]:
 
 def printable(text: str) -> str:
     """The text as stdout shows it inside `console`, so that columns of a table are aligned."""
-    if getattr(sys.stdout, "errors", None) != "plain":
+    if not (isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "plain"):
         return text
     return text.encode(sys.stdout.encoding, "plain").decode(sys.stdout.encoding)
 

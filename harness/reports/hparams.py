@@ -10,6 +10,9 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from harness import cli
 from harness.reports.measures import FIGURES
+from harness.runs.nets import Spec
+from harness.runs.plans import Arm
+from harness.runs.session import Session
 from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
 
@@ -24,11 +27,11 @@ METRICS = {
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
-def words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
+def _words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
     defaults = _tuples_to_lists(choice.signature(key, frozenset(fixed)).defaults)
     options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
-    return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
+    return _call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
 
 def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,13 +39,13 @@ def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def call(name: str, options: Mapping[str, Any]) -> str:
+def _call(name: str, options: Mapping[str, Any]) -> str:
     """`Hinton` and {"temperature": 2.0} as `Hinton(temperature=2)`."""
     arguments = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
     return f"{name}({', '.join(arguments)})" if options else name
 
 
-def settings(config: Namespace) -> dict[str, Any]:
+def _settings(config: Namespace) -> dict[str, Any]:
     """Return how all nets of an experiment are trained: `training` in words, and each setting by itself."""
     trainer, data = config.trainer.init_args, config.data
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
@@ -50,7 +53,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
-    parts = [*(words(choice, key) for key, choice in rates), words(data, "data"), f"{length} {limit}"]
+    parts = [*(_words(choice, key) for key, choice in rates), _words(data, "data"), f"{length} {limit}"]
     parts += [strategy, f"devices {trainer['devices']}", precision]
     if config.exact:
         parts.append(f"exact {config.exact}")
@@ -63,9 +66,15 @@ def settings(config: Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def options_of_all(config: Namespace) -> list[str]:
-    """Return names of the options of all objectives of an experiment."""
-    return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
+def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None], score: str) -> None:
+    """Write an arm's row, whose net `spec` rebuilds, and its figures by key; nets are judged by `score`."""
+    options, net = arm.method.init_args, cli.Choice(spec["class_path"], spec["init_args"])
+    row = {
+        score: figures[f"test_{score}"], "net": _words(net, "net", run.data.net_arguments), "seed": str(seed),
+        "objective": _call(arm.method.name, options), **_settings(arm.settings(run.config)), **options,
+    }  # fmt: skip
+    others = {name for choice in vars(run.config).get("variants", {}).values() for name in choice.init_args}
+    log_run(run.out / f"seed{seed}" / arm.name, row, figures, score, sorted(others))
 
 
 def log_run(
@@ -106,6 +115,7 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
         for name in columns
     ]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in METRICS.items()]
+    described = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
     start = plugin_data_pb2.SessionStartInfo()
     for name, value in plain.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
@@ -113,9 +123,7 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
     data = plugin_data_pb2.HParamsPluginData
     end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS)
     return [
-        _summary(
-            metadata.EXPERIMENT_TAG, data(experiment=api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics))
-        ),
+        _summary(metadata.EXPERIMENT_TAG, data(experiment=described)),
         _summary(metadata.SESSION_START_INFO_TAG, data(session_start_info=start)),
         _summary(metadata.SESSION_END_INFO_TAG, data(session_end_info=end)),
     ]

@@ -170,7 +170,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 
 def load_data(config: Namespace) -> InMemoryData:
     """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
-    teacher, options = getattr(config, "teacher", None), config.data.init_args
+    teacher, options = vars(config).get("teacher"), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
         net_class = import_class(teacher.class_path, "teacher")
         if issubclass(net_class, Net):

@@ -21,6 +21,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files
+from harness.runs.launch import is_main_process
+from harness.runs.session import Session
 from lit_modules.tasks import METRICS
 
 SCORES = {metric.score: metric.chart for metric in METRICS.values()}
@@ -186,12 +188,14 @@ def confusion_figure(confusion: Tensor | np.ndarray, names: Sequence[str] | None
     return figure
 
 
-def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
+def log_means(run: Session, nets: Sequence[str]) -> None:
     """Write OUT/mean/<net> for each net, over the seeds that have finished all of them, if two or more have.
 
     A curve's mean has the steps that all of these seeds have.
     """
-    folders = [out / f"seed{seed}" for seed in seeds]
+    if not (run.tensorboard and is_main_process()):
+        return
+    folders = [run.out / f"seed{seed}" for seed in run.config.seeds]
     finished = [folder for folder in folders if all((folder / net / "weights.pt").exists() for net in nets)]
     if len(finished) < 2:
         return
@@ -199,7 +203,7 @@ def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
     times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
     begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
     for name, means in means_by_net.items():
-        with open_writer(out / MEAN / name) as writer:
+        with open_writer(run.out / MEAN / name) as writer:
             writer._get_file_writer().add_summary(custom_scalars(layout_of_means(means)), walltime=begin)
             for tag, events in means.items():
                 for event in events:

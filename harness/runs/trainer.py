@@ -98,7 +98,7 @@ def _find_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]
         if value != (default := defaults[name].default):
             with suppress(*REFUSALS):
                 Trainer(**{**settings, name: default})
-                return f"trainer.{name}", getattr(value, "name", value)
+                return f"trainer.{name}", value.name if isinstance(value, cli.Choice) else value
     return "trainer.accelerator", f"{settings['accelerator']} --trainer.devices {settings['devices']}"
 
 

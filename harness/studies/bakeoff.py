@@ -24,9 +24,10 @@ from harness.runs.nets import load_net
 from harness.runs.plans import Arm, FitPlan, arms, flags_of
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
+from harness.runs.tensorboard import log_means
 from harness.studies import zoo
 from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
-from harness.studies.fits import fit, log_means, save_classifier
+from harness.studies.fits import fit, save_classifier
 from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation

@@ -1,22 +1,21 @@
 """Fits of an experiment: each leaves its nets, a record and rows in TensorBoard, and is not repeated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
-from torch import nn
 
 from apprentice.keyed import with_seed
 from harness import cli
-from harness.reports import hparams
-from harness.runs import safepoints, tensorboard
+from harness.reports.hparams import log_row
+from harness.runs import safepoints
 from harness.runs.fit import fit_and_test
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net
+from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import estimate_rest, progress
 from harness.runs.quiet import notice
-from harness.runs.records import FitRecord, NetRecord
+from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.studies import costs
 from harness.studies.choices import judged_by, learner_options, trained_spec
@@ -55,7 +54,8 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     trained = [(arm, module.net_of(run_of(module, arm))) for arm in plan.arms]
     exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
     show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(run.out, plans, plan))
-    outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
+    score = judged_by(run.config, run.data).score
+    outcome = fit_and_test(run, plan, module, score, extended, show)
     record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
         record = replace(record, teacher_samples=module.teacher_samples, teacher_stored=module.teacher_stored)
@@ -67,7 +67,10 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             record.nets[arm.name] = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
-            save(run, plan, arm, net, spec, record.nets[arm.name])
+            if plan.until is None:  # else the fit goes on
+                save_net(net, spec, plan.folder(run.out) / arm.name, run.data.class_names)
+            if run.tensorboard:
+                log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
         if not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)
@@ -97,15 +100,6 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     return not why
 
 
-def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, record: NetRecord) -> None:
-    """Write an arm's net, unless its fit is to go on, and its row in TensorBoard."""
-    folder = plan.folder(run.out) / arm.name
-    if plan.until is None:
-        save_net(net, spec, folder, run.data.class_names)
-    if run.tensorboard:
-        log_row(run, plan.seed, arm, spec, record.figures)
-
-
 def save_classifier(run: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
     folder = run.out / f"seed{seed}" / net
@@ -124,21 +118,3 @@ def wait_for_main() -> None:
 def run_of(module: Learner, arm: Arm) -> str:
     """Return the name of an arm's run in a module of several, "" in a module that is one run."""
     return arm.name if arm.name in module.runs else ""
-
-
-def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None]) -> None:
-    """Write an arm's row in TensorBoard's HPARAMS tab."""
-    score, options = judged_by(run.config, run.data).score, arm.method.init_args
-    net = cli.Choice(spec["class_path"], spec["init_args"])
-    row = {
-        score: figures[f"test_{score}"], "net": hparams.words(net, "net", run.data.net_arguments), "seed": str(seed),
-        "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
-    }  # fmt: skip
-    folder = run.out / f"seed{seed}" / arm.name
-    hparams.log_run(folder, row, figures, score, hparams.options_of_all(run.config))
-
-
-def log_means(run: Session, nets: Sequence[str]) -> None:
-    """Write the TensorBoard runs of methods, over the seeds that have finished all these nets."""
-    if run.tensorboard and is_main_process():
-        tensorboard.log_means(run.out, run.config.seeds, nets)

@@ -115,7 +115,7 @@ class Run:
     @property
     def data(self) -> type[datamodules.InMemoryData]:
         """The class of its data; the base class where it is not one of ours."""
-        return getattr(datamodules, str(self.results.data["name"]), datamodules.InMemoryData)
+        return vars(datamodules).get(str(self.results.data["name"]), datamodules.InMemoryData)
 
     @property
     def classes(self) -> Sequence[str]:
