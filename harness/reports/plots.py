@@ -42,15 +42,13 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
     return [plot]
 
 
-class Pair(dict[str, Any]):
-    """A difference of two students: `one`, `other`, `difference`, its `interval`, and Holm's `p` among all pairs.
+def compare_pairs(results: Results) -> list[dict[str, Any]]:
+    """Compare all pairs of students with two common seeds or more.
 
-    `p` is None where the difference was the same on each seed.
+    Returns:
+        Of each `one`, `other`, their `difference`, its `interval`, and Holm's `p` among all pairs; None where the
+        difference was the same on each seed.
     """
-
-
-def compare_pairs(results: Results) -> list[Pair]:
-    """Compare all pairs of students with two common seeds or more, as `one` minus `other`, with corrected p."""
     metric, students = results.metric, results.students
     tested: dict[str, tuple[str, str, Interval]] = {}
     raw: dict[str, float | None] = {}
@@ -61,9 +59,10 @@ def compare_pairs(results: Results) -> list[Pair]:
             tested[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
     corrected = holm(raw)
     return [
-        Pair(one=one, other=other, difference=interval["mean"], interval=metric.difference(interval), p=corrected[key])
+        {"one": one, "other": other, "difference": interval["mean"], "interval": metric.difference(interval),
+         "p": corrected[key]}
         for key, (one, other, interval) in tested.items()
-    ]
+    ]  # fmt: skip
 
 
 def pairs(results: Results) -> list[Any]:

@@ -23,12 +23,12 @@ from harness import cli
 from harness.cli.classes import import_class
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
-from harness.console import console
 from harness.runs import environment, folders, launch, nets, signals
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
 from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
+from harness.start import console
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so

@@ -8,7 +8,7 @@ import copy
 import json
 import math
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -138,7 +138,7 @@ class Tuning:
             for seed in self.config.tune_seeds:
                 for wave, names in enumerate(waves, 1):
                     self._fit(seed, rung, wave, [left[name] for name in names if name in left])
-            scores = self._score(rung, len(waves))
+            scores = self._score(left, rung)
             for team in self.teams:
                 trials = alive[team[0]]
                 of_team = {trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in trials}
@@ -206,28 +206,19 @@ class Tuning:
                 before.unlink(missing_ok=True)
         self.inner.fit(plan)
 
-    def _last_records(self, seed: int) -> dict[str, NetRecord]:
-        """Return the record of each setting in its last fit."""
-        records: dict[str, NetRecord] = {}
-        for path in self._list_records(seed):
-            records |= FitRecord.read(path).nets
-        return records
+    def _last_records(self, seed: int, rung: int | None = None) -> dict[str, NetRecord]:
+        """Return the record of each setting in its last fit, up to a rung."""
+        return {name: net for path in self._list_records(seed, rung) for name, net in FitRecord.read(path).nets.items()}
 
-    def _list_records(self, seed: int) -> list[Path]:
+    def _list_records(self, seed: int, rung: int | None = None) -> list[Path]:
         """Return the records of a seed's fits, rung after rung."""
-        numbers = range(1, len(self.ends) + 1)
-        return [path for rung in numbers for path in sorted(self.folders[seed].glob(f"rung{rung}*.json"))]
+        numbers = range(1, (rung or len(self.ends)) + 1)
+        return [path for number in numbers for path in sorted(self.folders[seed].glob(f"rung{number}*.json"))]
 
-    def _score(self, rung: int, waves: int) -> dict[str, float | None]:
+    def _score(self, names: Iterable[str], rung: int) -> dict[str, float | None]:
         """Return the mean over the tuning seeds of each setting at this rung; None if it failed with one."""
-        scores: dict[str, list[float | None]] = {}
-        for folder in self.folders.values():
-            for wave in range(1, waves + 1):
-                path = folder / f"{_fit_name(rung, wave)}.json"
-                if path.exists():
-                    for name, net in FitRecord.read(path).nets.items():
-                        scores.setdefault(name, []).append(last_score(net, self.metric))
-        return {name: mean_of_all(of_seeds) for name, of_seeds in scores.items()}
+        records = [self._last_records(seed, rung) for seed in self.config.tune_seeds]
+        return {name: mean_of_all([last_score(of_seed[name], self.metric) for of_seed in records]) for name in names}
 
     def _plan_waves(self) -> list[list[str]]:
         """Plan which settings train side by side, as the folder has it; rows that came later are in further waves."""
