@@ -93,7 +93,9 @@ def fit_and_test(
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
                 drop_unsuited(run, plan.label, module, fitting)
-                _place_checkpoints(fitting, checkpoint)
+                for callback in fitting.checkpoint_callbacks:  # the user's, unless placed elsewhere
+                    if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                        callback.dirpath = str(folder / "checkpoints" / plan.name)
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
                 fitting.fit(module, run.data, **resumed)
             state = safepoints.read(checkpoint)
@@ -112,13 +114,6 @@ def fit_and_test(
     points = state["callbacks"]["SafePoints"] if state else {"seconds": None, "epochs": None}
     device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
     return Fit(points["seconds"], points["epochs"], scores, device, forward, samples)
-
-
-def _place_checkpoints(trainer: Trainer, checkpoint: Path) -> None:
-    """Let Lightning's ModelCheckpoint write into the run's folder, unless the user has named another."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(checkpoint.parent / "checkpoints" / checkpoint.stem)
 
 
 @contextmanager

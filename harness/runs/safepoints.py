@@ -110,12 +110,6 @@ class Until(Callback):
             trainer.should_stop = True
 
 
-def max_epochs(state: dict[str, Any]) -> int | None:
-    """Return how many epochs a checkpoint's fit was to have."""
-    epochs: int | None = state["callbacks"]["SafePoints"]["max_epochs"]
-    return epochs
-
-
 def read(path: str | Path) -> dict[str, Any]:
     """Read a fit's checkpoint onto the CPU; code in the file is never run.
 

@@ -131,19 +131,14 @@ def _has_layout(folder: Path) -> bool:
 
 def layout(score: str) -> dict[str, dict[str, list[Any]]]:
     """Return the charts of the CUSTOM SCALARS tab, by category and title."""
+    of_other_scores = {f"val/{name}" for name in SCORES if name != score}
     # TensorBoard takes a chart's tags as the beginning of what it shows.
-    main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if _is_of(tag, score)}
+    main = {
+        title: ["Multiline", [f"{tag}$"]]
+        for tag, title in MAIN.items()
+        if tag == f"val/{score}" or tag not in of_scores
+    }
     return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
-
-
-def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of means with their ranges, for these tags."""
-    charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
-    return {"means over seeds": charts}
-
-
-def _is_of(tag: str, score: str) -> bool:
-    return tag == f"val/{score}" or tag.removeprefix("val/") not in SCORES
 
 
 def log_text(folder: Path, tag: str, text: str) -> None:
@@ -203,8 +198,9 @@ def log_means(run: Session, nets: Sequence[str]) -> None:
     times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
     begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
     for name, means in means_by_net.items():
+        charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in means}
         with open_writer(run.out / MEAN / name) as writer:
-            writer._get_file_writer().add_summary(custom_scalars(layout_of_means(means)), walltime=begin)
+            writer._get_file_writer().add_summary(custom_scalars({"means over seeds": charts}), walltime=begin)
             for tag, events in means.items():
                 for event in events:
                     writer.add_scalar(tag, event.value, event.step, event.wall_time)

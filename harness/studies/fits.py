@@ -84,7 +84,8 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """
     checkpoint = plan.checkpoint(run.out)
-    had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
+    points = safepoints.read(checkpoint)["callbacks"]["SafePoints"] if checkpoint.exists() else {}
+    had: int | None = points.get("max_epochs")
     if plan.epochs is None or had == plan.epochs or (had is None and done is None):
         return False
     why = "" if had else "the folder has no checkpoint of it"
