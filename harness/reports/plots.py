@@ -10,9 +10,8 @@ from statistics import mean
 from typing import Any, Literal
 
 from harness.reports.figures import COLORS, GREY, Dot
-from harness.reports.metrics import paired_differences
 from harness.reports.results import Results
-from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
+from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_differences, paired_interval
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 DASHES = ("solid", "dashed", "dotted", "dotdash")

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
-from harness.reports.metrics import paired_differences
-from harness.reports.uncertainty import Interval, paired_interval
+from harness.reports.uncertainty import Interval, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.tasks import ACCURACY, METRICS, Metric
 

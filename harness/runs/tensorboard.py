@@ -133,11 +133,7 @@ def layout(score: str) -> dict[str, dict[str, list[Any]]]:
     """Return the charts of the CUSTOM SCALARS tab, by category and title."""
     of_other_scores = {f"val/{name}" for name in SCORES if name != score}
     # TensorBoard takes a chart's tags as the beginning of what it shows.
-    main = {
-        title: ["Multiline", [f"{tag}$"]]
-        for tag, title in MAIN.items()
-        if tag == f"val/{score}" or tag not in of_scores
-    }
+    main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if tag not in of_other_scores}
     return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
 
 

@@ -14,12 +14,11 @@ import pytest
 from apprentice.errors import BadInput
 from harness.reports.interactive import save_results
 from harness.reports.measures import COST
-from harness.reports.metrics import ACCURACY, conclude
 from harness.reports.pages import markdown, notes, picture, table, text
 from harness.reports.results import Results, combine, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, join_words, short
-from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
+from harness.reports.uncertainty import ACCURACY, conclude, lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from harness.runs.records import FORMAT
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules import Text
 from experiments import compare, kd
-from harness.reports.metrics import conclude
 from harness.reports.results import load_results
+from harness.reports.uncertainty import conclude
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from lab.strategies import LocalSGD

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import conclude, paired_differences
 from harness.reports.pages import ended_early, failures
 from harness.reports.results import Scores, StudentResults
-from harness.reports.uncertainty import Interval, paired_interval
+from harness.reports.uncertainty import Interval, conclude, paired_differences, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
 from harness.studies.compare.runs import FormatResults, Run
