@@ -13,31 +13,20 @@ FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of a net.
+    """A number of a net."""
 
-    Args:
-        key: its name in records and in results.json.
-        heading: of its column; `{unit}` stands for the unit of all rows.
-        text: writes a value.
-        combine: makes one value of those that are known of all seeds.
-        each_seed: whether results.json has the value of each seed, and not the combined one.
-        of_net: whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
-        on_page: whether it is shown in a section of report.html, and not in the table.
-        units: sizes and names of units, the largest first, of which one is chosen for all rows.
-        curve: its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none.
-        axis: the label of an axis of costs; empty for none.
-    """
-
-    key: str
-    heading: str
-    text: Callable[[float | None], str] = short
-    combine: Callable[[list[float]], float] = median
-    per_seed: bool = False
+    key: str  # its name in records and in results.json
+    heading: str  # of its column; `{unit}` stands for the unit of all rows
+    text: Callable[[float | None], str] = short  # writes a value
+    combine: Callable[[list[float]], float] = median  # makes one value of those that are known of all seeds
+    per_seed: bool = False  # whether results.json has the value of each seed, and not the combined one
+    # Whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
     of_net: bool = False
-    on_page: bool = False
+    on_page: bool = False  # whether it is shown in a section of report.html, and not in the table
+    # Sizes and names of units, the largest first, of which one is chosen for all rows.
     units: Sequence[tuple[float, str]] = ((1.0, ""),)
-    curve: str = ""
-    axis: str = ""
+    curve: str = ""  # its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none
+    axis: str = ""  # the label of an axis of costs; empty for none
 
     def combined(self, values: Values) -> float | None:
         """Combine the values that are known."""

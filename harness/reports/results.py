@@ -87,21 +87,14 @@ class Search:
 
 @dataclass(kw_only=True)
 class NetResults:
-    """A net over all seeds.
+    """A net over all seeds."""
 
-    Args:
-        figures: by key, one for all seeds.
-        scores: by key, one a seed.
-        samples: by key, for each seed the values of single test samples.
-        trained_epochs: for each seed, after which training ended.
-        epochs: for each seed, what was logged of each epoch.
-    """
-
-    figures: Mapping[str, float | None]
-    scores: Mapping[str, Scores]
+    figures: Mapping[str, float | None]  # by key, one for all seeds
+    scores: Mapping[str, Scores]  # by key, one a seed
+    # By key, for each seed the values of single test samples.
     samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
-    trained_epochs: Sequence[float | None] = ()
-    epochs: Sequence[Epochs | None] = ()
+    trained_epochs: Sequence[float | None] = ()  # for each seed, after which training ended
+    epochs: Sequence[Epochs | None] = ()  # for each seed, what was logged of each epoch
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -129,18 +122,12 @@ class NetResults:
 
 @dataclass(kw_only=True)
 class TeacherResults(NetResults):
-    """The teachers of all seeds, or the one `net` that taught with every seed.
+    """The teachers of all seeds, or the one `net` that taught with every seed."""
 
-    Args:
-        nets: how many they are.
-        max_epochs: that they were to train for.
-        fit_seconds: of each seed; None where it was loaded.
-        sampled: by key, values of the test samples that are the same for each net.
-    """
-
-    nets: int
-    max_epochs: int | None = None
-    fit_seconds: Sequence[float | None] = ()
+    nets: int  # how many they are
+    max_epochs: int | None = None  # that they were to train for
+    fit_seconds: Sequence[float | None] = ()  # of each seed; None where it was loaded
+    # By key, values of the test samples that are the same for each net.
     sampled: Mapping[str, Packed] = field(default_factory=dict)
 
     @classmethod
@@ -154,23 +141,14 @@ class TeacherResults(NetResults):
 
 @dataclass(kw_only=True)
 class StudentResults(NetResults):
-    """A student.
+    """A student."""
 
-    Args:
-        objective: the name of what it learns by.
-        failed: for each seed, where its loss stopped being finite, if it did.
-        net: the class of its net, if its objective replaced the one that was chosen.
-        variant: its method, where its name begins with that of a net.
-        baseline: the student that its difference is to.
-        delta_vs_ce: the difference with its interval.
-    """
-
-    objective: str
-    failed: Sequence[Failure | None] = ()
-    net: str | None = None
-    variant: str | None = None
-    baseline: str = BASELINE
-    delta_vs_ce: Interval | None = None
+    objective: str  # the name of what it learns by
+    failed: Sequence[Failure | None] = ()  # for each seed, where its loss stopped being finite, if it did
+    net: str | None = None  # the class of its net, if its objective replaced the one that was chosen
+    variant: str | None = None  # its method, where its name begins with that of a net
+    baseline: str = BASELINE  # the student that its difference is to
+    delta_vs_ce: Interval | None = None  # the difference with its interval
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -188,25 +166,15 @@ class StudentResults(NetResults):
 
 @dataclass(kw_only=True)
 class Results(Header):
-    """What results.json says of a comparison of students.
+    """What results.json says of a comparison of students."""
 
-    Args:
-        metric: what nets are judged by.
-        teacher: the teachers.
-        students: by name, in the order of the table.
-        students_fit_seconds: for each seed, of all students together.
-        classes: their names, if they have any.
-        search: of settings, if there was one.
-        pooled: the runs whose seeds these are, if it is several.
-    """
-
-    metric: Metric
-    teacher: TeacherResults
-    students: dict[str, StudentResults]
-    students_fit_seconds: Sequence[float] = ()
-    classes: Sequence[str] = ()
-    search: Search | None = None
-    pooled: Sequence[str] = ()
+    metric: Metric  # what nets are judged by
+    teacher: TeacherResults  # the teachers
+    students: dict[str, StudentResults]  # by name, in the order of the table
+    students_fit_seconds: Sequence[float] = ()  # for each seed, of all students together
+    classes: Sequence[str] = ()  # their names, if they have any
+    search: Search | None = None  # of settings, if there was one
+    pooled: Sequence[str] = ()  # the runs whose seeds these are, if it is several
 
     @property
     def nets(self) -> dict[str, NetResults]:

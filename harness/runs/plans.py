@@ -18,23 +18,14 @@ SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of 
 
 @dataclass(frozen=True)
 class Arm:
-    """A student of a comparison, its teacher, or the net of another experiment.
+    """A student of a comparison, its teacher, or the net of another experiment."""
 
-    Attributes:
-        row: its name in the table, in results.json and of its folder.
-        net: the flag that chooses its net: `student`, `students.small`, `teacher`.
-        method: class and options of its objective.
-        variant: the name of the method in --variants.
-        optimizer: options of the optimizer that replace the run's.
-        trial: the number of its setting, where a search tries several of a row.
-    """
-
-    row: str
-    net: str
-    method: cli.Choice = SUPERVISED
-    variant: str = ""
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    trial: int | None = None
+    row: str  # its name in the table, in results.json and of its folder
+    net: str  # the flag that chooses its net: `student`, `students.small`, `teacher`
+    method: cli.Choice = SUPERVISED  # class and options of its objective
+    variant: str = ""  # the name of the method in --variants
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # options of the optimizer that replace the run's
+    trial: int | None = None  # the number of its setting, where a search tries several of a row
 
     @property
     def name(self) -> str:
@@ -72,33 +63,21 @@ def trial_name(row: str, trial: int) -> str:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """One fit: what it trains, how far, and what is kept and tested.
+    """One fit: what it trains, how far, and what is kept and tested."""
 
-    Attributes:
-        seed: it belongs to the run's folder `seed<k>`.
-        name: of its record and its checkpoint there.
-        arms: the nets that it trains in one pass over the data.
-        epochs: of its Trainer, as `--trainer.max_epochs` has them; None without training.
-        is_trained: whether the nets have their weights already and are only tested.
-        until: the epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
-        keeps_checkpoint: whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
-        tested: whether nets are tested, and their costs measured.
-        all_labels: whether it learns from labels that `--data.labelled` hides, too.
-        trainer: options of the Trainer that replace the user's.
-        title: how lines about it begin; by default by its seed and name.
-    """
-
-    seed: int
-    name: str
-    arms: tuple[Arm, ...]
-    epochs: int | None = None
-    is_trained: bool = False
+    seed: int  # it belongs to the run's folder `seed<k>`
+    name: str  # of its record and its checkpoint there
+    arms: tuple[Arm, ...]  # the nets that it trains in one pass over the data
+    epochs: int | None = None  # of its Trainer, as `--trainer.max_epochs` has them; None without training
+    is_trained: bool = False  # whether the nets have their weights already and are only tested
+    # The epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
     until: int | None = None
+    # Whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
     keeps_checkpoint: bool = False
-    tested: bool = True
-    all_labels: bool = False
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-    title: str = ""
+    tested: bool = True  # whether nets are tested, and their costs measured
+    all_labels: bool = False  # whether it learns from labels that `--data.labelled` hides, too
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # options of the Trainer that replace the user's
+    title: str = ""  # how lines about it begin; by default by its seed and name
 
     @property
     def label(self) -> str:

@@ -22,27 +22,16 @@ CONFOUNDED = "What differs between them may come from these: no verdict."
 
 @dataclass(frozen=True)
 class Row:
-    """A run's student, language model or format, as `entry`.
+    """A run's student, language model or format, as `entry`."""
 
-    Args:
-        name: in the table.
-        run: the name of its run.
-        student: its name in the run.
-        data: the name of the run's data set and its sizes.
-        seeds: of the run.
-        scores: one a seed; None where it failed.
-        entry: what the run says of it.
-        differences: to the first run's baseline, over the seeds in common, in the order there.
-    """
-
-    name: str
-    run: str
-    student: str
-    data: Mapping[str, Any]
-    seeds: Sequence[int]
-    scores: Scores
-    entry: StudentResults
-    differences: Sequence[float]
+    name: str  # in the table
+    run: str  # the name of its run
+    student: str  # its name in the run
+    data: Mapping[str, Any]  # the name of the run's data set and its sizes
+    seeds: Sequence[int]  # of the run
+    scores: Scores  # one a seed; None where it failed
+    entry: StudentResults  # what the run says of it
+    differences: Sequence[float]  # to the first run's baseline, over the seeds in common, in the order there
 
     @property
     def delta(self) -> Interval:
@@ -79,29 +68,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Finished runs side by side.
+    """Finished runs side by side."""
 
-    Args:
-        metric: what the runs are measured by.
-        runs: in their order.
-        baseline: the row that others are compared with, if there is one.
-        rows: in the order of the runs.
-        notes: sentences below the table.
-        settings: of all runs and of single ones, in words.
-        objectives: what students learnt by, in words.
-        differences: between the runs.
-        against: the picture's axis, if it is a setting.
-    """
-
-    metric: Metric
-    runs: Sequence[Source]
-    baseline: str | None
-    rows: Sequence[Row]
-    notes: Sequence[str]
-    settings: Mapping[str, str]
-    objectives: Mapping[str, str]
-    differences: Sequence[Difference]
-    against: Axis | None = None
+    metric: Metric  # what the runs are measured by
+    runs: Sequence[Source]  # in their order
+    baseline: str | None  # the row that others are compared with, if there is one
+    rows: Sequence[Row]  # in the order of the runs
+    notes: Sequence[str]  # sentences below the table
+    settings: Mapping[str, str]  # of all runs and of single ones, in words
+    objectives: Mapping[str, str]  # what students learnt by, in words
+    differences: Sequence[Difference]  # between the runs
+    against: Axis | None = None  # the picture's axis, if it is a setting
 
     def to_json(self) -> dict[str, Any]:
         return {

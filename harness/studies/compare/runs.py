@@ -24,21 +24,14 @@ class FormatResults(StudentResults):
 
 @dataclass(frozen=True)
 class Experiment:
-    """How the runs of an experiment are compared.
+    """How the runs of an experiment are compared."""
 
-    Args:
-        read: from results.json to what is in it, and to its rows by name.
-        baseline: the row of the first run that differences are to.
-        methods: settings that are compared; where these alone differ there is a verdict.
-        idle: settings that move no figure of a row.
-        judged: whether rows have several seeds, so that a difference can be told from noise.
-    """
-
+    # From results.json to what is in it, and to its rows by name.
     read: Callable[[Mapping[str, Any]], tuple[Header, Mapping[str, StudentResults]]]
-    baseline: str
-    methods: frozenset[str]
-    idle: frozenset[str] = frozenset()
-    judged: bool = True
+    baseline: str  # the row of the first run that differences are to
+    methods: frozenset[str]  # settings that are compared; where these alone differ there is a verdict
+    idle: frozenset[str] = frozenset()  # settings that move no figure of a row
+    judged: bool = True  # whether rows have several seeds, so that a difference can be told from noise
 
 
 def _students(facts: Mapping[str, Any]) -> tuple[Results, Mapping[str, StudentResults]]:

@@ -40,27 +40,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured of a format.
+    """What is measured of a format."""
 
-    Args:
-        format: its name.
-        test_acc: of the test set.
-        test_correct: predictions.
-        bytes: size of its file; None where it could not be written.
-        latency_ms: by batch size; nothing where it could not be compiled.
-        images_per_second: at the largest batch.
-        max_logit_difference: to float32, on the test set.
-        files: that were written and read again, in the run's folder.
-    """
-
-    format: str
-    test_acc: float
-    test_correct: int
-    bytes: int | None
-    latency_ms: Times
-    images_per_second: float | None
-    max_logit_difference: float
-    files: list[str]
+    format: str  # its name
+    test_acc: float  # of the test set
+    test_correct: int  # predictions
+    bytes: int | None  # size of its file; None where it could not be written
+    latency_ms: Times  # by batch size; nothing where it could not be compiled
+    images_per_second: float | None  # at the largest batch
+    max_logit_difference: float  # to float32, on the test set
+    files: list[str]  # that were written and read again, in the run's folder
 
 
 class Study(study.Study[Mapping[str, Any]]):
