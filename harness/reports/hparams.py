@@ -105,11 +105,12 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
     columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *others])
+    types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
     infos = [
         api_pb2.HParamInfo(
             name=name,
-            type=_type(plain.get(name, 0.0 if name in {*SCORES, score} else "")),
+            type=types.get(type(plain.get(name, 0.0 if name in {*SCORES, score} else "")), api_pb2.DATA_TYPE_FLOAT64),
             differs=name in {score, *TICKED},
         )
         for name in columns
@@ -127,12 +128,6 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
         _summary(metadata.SESSION_START_INFO_TAG, data(session_start_info=start)),
         _summary(metadata.SESSION_END_INFO_TAG, data(session_end_info=end)),
     ]
-
-
-def _type(value: Any) -> int:
-    if isinstance(value, bool):
-        return api_pb2.DATA_TYPE_BOOL
-    return api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, int | float) else api_pb2.DATA_TYPE_STRING
 
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:

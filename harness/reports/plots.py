@@ -5,7 +5,7 @@ results.png shows too is described once, by `figures.Dot`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, Literal
 
@@ -121,7 +121,8 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     plot = _figure(
         x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
     )
-    looks = zip(itertools.cycle(COLORS), _dashes())
+    # Colours repeat after ten, then in another style.
+    looks = zip(itertools.cycle(COLORS), itertools.cycle(dash for dash in DASHES for _ in COLORS))
     for (net, values), (color, dash) in zip(means.items(), looks, strict=False):
         heights = [float("nan") if value is None else scale * value for value in values]
         style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
@@ -177,8 +178,3 @@ def _line(plot: Any, place: float, dimension: Literal["width", "height"]) -> Non
     from bokeh.models.annotations import Span
 
     plot.add_layout(Span(location=place, dimension=dimension, line_color=GREY, line_dash="dashed"))
-
-
-def _dashes() -> Iterator[str]:
-    """Return a style for each line: colours repeat after ten, then in another style."""
-    return itertools.cycle(dash for dash in DASHES for _ in range(10))

@@ -101,15 +101,18 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
         BadInput: the runs don't have two numbers or more for this setting.
     """
     first, metric, baseline = runs[0], runs[0].metric, runs[0].baseline
-    baselines = {run.name: {name: _baseline(entry, first) for name, entry in run.entries.items()} for run in runs}
+    usual = first.experiment.baseline
+    baselines = {  # of each row the student of the first run that it is compared with
+        run.name: {name: entry.baseline if entry.variant else usual for name, entry in run.entries.items()}
+        for run in runs
+    }
     names = [name for name in dict.fromkeys(baselines[first.name].values()) if name in first.entries]
     bases = {name: _by_seed(first, name) for name in names}
     other = {run.name: other_settings(run, first) if first.experiment.judged else {} for run in runs}
     rows: list[Row] = []
     notes: list[str] = []
     if not bases:
-        student = first.experiment.baseline
-        notes.append(f"{first.name}, the first run, has no student called {student}: no differences are given.")
+        notes.append(f"{first.name}, the first run, has no student called {usual}: no differences are given.")
     confounded: dict[str, list[str]] = {}  # runs by the sentence on their settings
     for run in runs:
         reason = why_not_comparable(first, run) if bases else ""
@@ -130,7 +133,9 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
             judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
             notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, metric))
     else:
-        notes += _of_formats(runs)
+        notes.append("One net a format: a difference has no interval, so nothing here says that it is more than noise.")
+        if any(run.results.hardware != first.results.hardware for run in runs):
+            notes.append("Latencies were measured on different machines: they don't compare.")
     return Comparison(
         metric=metric,
         runs=[Source(run.name, str(run.folder), other[run.name]) for run in runs],
@@ -142,11 +147,6 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
         differences=differences(runs),
         against=_axis(runs, against) if against else None,
     )
-
-
-def _baseline(entry: StudentResults, first: Run) -> str:
-    """Return the student of the first run that a row is compared with."""
-    return entry.baseline if entry.variant else first.experiment.baseline
 
 
 def _axis(runs: Sequence[Run], setting: str) -> Axis:
@@ -173,10 +173,3 @@ def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
     differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])
     named = (f"{run.name}/{name}", run.name, name, run.results.data, run.seeds)
     return Row(*named, list(scores.values()), run.entries[name], differences)
-
-
-def _of_formats(runs: Sequence[Run]) -> list[str]:
-    notes = ["One net a format: a difference has no interval, so nothing here says that it is more than noise."]
-    if any(run.results.hardware != runs[0].results.hardware for run in runs):
-        notes.append("Latencies were measured on different machines: they don't compare.")
-    return notes

@@ -30,17 +30,16 @@ class Difference:
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """Return all settings: those of all runs, then by their names those of single runs."""
-    lines_by_run = {run.name: {_key(line): line for line in settings(run.config, run.results.free)} for run in runs}
+    # Options 0 and 0.0 are equal: a resumed run has read its settings, a new one has a class's defaults.
+    lines_by_run = {
+        run.name: {re.sub(r"\.0(?=[,)\]])", "", line): line for line in settings(run.config, run.results.free)}
+        for run in runs
+    }
     shared = set[str].intersection(*(set(lines) for lines in lines_by_run.values()))
     single = {name: [line for key, line in lines.items() if key not in shared] for name, lines in lines_by_run.items()}
     common = [line for key, line in lines_by_run[runs[0].name].items() if key in shared]
     settings_by_run = {"all runs": common, **single} if len(runs) > 1 else {runs[0].name: common}
     return {name: "; ".join(lines) for name, lines in settings_by_run.items() if lines}
-
-
-def _key(line: str) -> str:
-    """Make options 0 and 0.0 equal: a resumed run has read its settings, a new one has a class's defaults."""
-    return re.sub(r"\.0(?=[,)\]])", "", line)
 
 
 def objectives_of(runs: Sequence[Run]) -> dict[str, str]:

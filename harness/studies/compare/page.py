@@ -14,7 +14,7 @@ from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
 from harness.runs.folders import run_files
-from harness.studies.compare.comparison import Axis, Comparison, Row
+from harness.studies.compare.comparison import Comparison
 from harness.studies.compare.differences import lines_of
 from harness.studies.compare.runs import FormatResults
 
@@ -29,9 +29,8 @@ def table(comparison: Comparison) -> Table:
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
     formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
-    differences = [
-        NONE if row.name == baseline or _is_baseline(row, first) else metric.difference(row.delta) for row in rows
-    ]
+    bases = {baseline, *(f"{first}/{row.entry.baseline}" for row in rows if row.entry.variant)}
+    differences = [NONE if row.name in bases else metric.difference(row.delta) for row in rows]
     figures = [row.entry.with_means() for row in rows]
     return table_of([
         ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows]),
@@ -41,11 +40,6 @@ def table(comparison: Comparison) -> Table:
         (f"Δ{to}, {metric.unit}", differences),
         *(_sizes_and_times(formats) if formats else (figure.column(figures) for figure in IN_TABLE)),
     ], left=2)  # fmt: skip
-
-
-def _is_baseline(row: Row, first: str) -> bool:
-    """Return whether it is what other students of its net are compared with."""
-    return row.entry.variant is not None and row.name == f"{first}/{row.entry.baseline}"
 
 
 def _sizes_and_times(formats: Sequence[FormatResults]) -> list[tuple[str, list[str]]]:
@@ -111,9 +105,13 @@ def picture(comparison: Comparison) -> bytes:
 
     If runs are compared against a setting: a line for each student, with the runs along the axis.
     """
-    if comparison.against:
-        return _against(comparison, comparison.against)
     rows, names, metric = comparison.rows, [run.name for run in comparison.runs], comparison.metric
+    if axis_of := comparison.against:
+        students = list(dict.fromkeys(row.student for row in rows))
+        dots = [
+            Dot(row.student, row.scores, axis_of.values[row.run], students.index(row.student), metric) for row in rows
+        ]
+        return lines_picture(dots, axis_of.setting)
     if isinstance(rows[0].entry, FormatResults):
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
@@ -124,15 +122,6 @@ def picture(comparison: Comparison) -> bytes:
     return metric_picture(
         [Dot(row.name, row.scores, place, names.index(row.run), metric) for row, place in lines], label
     )
-
-
-def _against(comparison: Comparison, axis: Axis) -> bytes:
-    students = list(dict.fromkeys(row.student for row in comparison.rows))
-    dots = [
-        Dot(row.student, row.scores, axis.values[row.run], students.index(row.student), comparison.metric)
-        for row in comparison.rows
-    ]
-    return lines_picture(dots, axis.setting)
 
 
 @contextmanager
