@@ -38,7 +38,6 @@ TARGETS = {
 
 
 def slowest(seconds: float) -> float:
-    """Return the maximum over all ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
@@ -51,7 +50,6 @@ def call_seconds(x: torch.Tensor, calls: int, group: Any = None) -> float:
 
 
 def rings(size: int, rounds: int, calls: int) -> Runs:
-    """Measure an all-reduce of so many bytes by each ring, over gloo's."""
     ring.register()
     groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in ("gloo", ring.NAME, ring.UNCHUNKED)}
     for name, group in groups.items():
@@ -84,7 +82,6 @@ def measurements(sizes: Sequence[int], rounds: int) -> Runs:
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure all ratios."""
     environment.keep_memory()
     common.one_thread()
     size, sizes = (64 * 2**10, SIZES[:1]) if args.quick else (16 * MB, SIZES)
@@ -93,7 +90,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--rounds", 15), "in which rivals take turns")
     command.add_argument("--calls", type=int, default=5, help="of an all-reduce in a round of a ring")
     command.add_argument("--quick", action="store_true", help="a small size and one round, to see that it runs")

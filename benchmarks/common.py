@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -21,7 +23,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.multiprocessing.spawn import start_processes
 
 from datamodules import ImageData
 from datamodules.splits import Split
@@ -31,7 +32,7 @@ from harness.runs import environment
 from harness.runs.files import write_json
 from harness.runs.progress import peak_memory
 from harness.runs.quiet import quiet
-from lab.studies.isolation import children_end_with_block
+from lab.studies.isolation import run_forked
 from lab.studies.meters import Stamps
 
 CPU = torch.device("cpu")
@@ -53,7 +54,6 @@ class Noise(ImageData):
     mean, std = (0.5,) * 3, (0.3,) * 3
 
     def read(self) -> tuple[Split, Split]:
-        """Draw the images."""
         shape = self.count, *self.input_shape
         images = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         return (Split(images, torch.arange(self.count) % 10),) * 2
@@ -63,31 +63,24 @@ class Noise(ImageData):
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def peak_mib() -> float:
-    """Return the peak memory of this process, without a loader's workers, which share most of theirs."""
-    return peak_memory(CPU)
 
 
 class Clock(Callback):
     """Times a fit; each rank writes its record to FOLDER/<module><rank>.json.
 
     A record has `first`, the time of day after the first batch; `before`, the seconds until the first step; `steps`,
-    the seconds of each step; `fit`, those of the whole fit; `losses`, pairs of a step and its `val/loss`; and the
-    process's `threads` and `peak_mib`, on a GPU that of tensors. With `keep` glibc keeps freed memory in the ranks, as
-    in the experiments.
+    the seconds of each step; `waits`, those of them that pass before the next batch; `fit`, the seconds of the whole
+    fit; `losses`, pairs of a step and its `val/loss`; and the process's `threads` and `peak_mib`, on a GPU that of
+    tensors. With `keep` glibc keeps freed memory in the ranks, as in the experiments.
     """
 
     def __init__(self, folder: str, keep: bool = True) -> None:
         self.folder, self.keep = folder, keep
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set glibc and start the clock."""
         if self.keep:
             environment.keep_memory()
         self.stamps = Stamps(trainer.strategy.root_device)
@@ -95,26 +88,25 @@ class Clock(Callback):
         self.stamps.mark()
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Mark the end of a step and the start of the next."""
         self.stamps.mark()
 
     on_train_end: Any = on_train_batch_start
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Note the end of the first batch."""
+        self.stamps.mark()
         self.record.setdefault("first", time.time())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the loss, if there is one."""
         if (loss := trainer.callback_metrics.get("val/loss")) is not None:
             self.record["losses"].append((trainer.global_step, loss.item()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
         self.stamps.mark()
-        before, *steps, after = self.stamps.seconds()
+        before, *spans, after = self.stamps.seconds()  # a span computes, the next one waits
         self.record |= {
-            "before": before, "steps": steps, "fit": before + sum(steps) + after,
+            "before": before, "waits": spans[1::2],
+            "steps": [sum(pair) for pair in zip(spans[::2], spans[1::2], strict=True)],
+            "fit": before + sum(spans) + after,
             "peak_mib": peak_memory(trainer.strategy.root_device), "threads": torch.get_num_threads(),
         }  # fmt: skip
         file = Path(self.folder) / f"{type(pl_module).__name__}{trainer.global_rank}.json"
@@ -165,17 +157,6 @@ def over(above: Sequence[float], below: Sequence[float]) -> list[float]:
 # Processes
 
 
-def run_forked(measure: Callable[[int], T], copies: int = 1) -> list[T]:
-    """Call a function with each number in processes forked from this one, at the same time; return its results.
-
-    The function can't fork ranks: Lightning refuses that in a fork whose parent has initialised GPUs.
-    """
-    with tempfile.TemporaryDirectory() as folder, children_end_with_block():
-        files = [Path(folder) / str(number) for number in range(copies)]
-        start_processes(lambda n: write_json(files[n], measure(n)), nprocs=copies, start_method="fork")
-        return [json.loads(file.read_text()) for file in files]
-
-
 def run_in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
     """Call a function in each rank of a gloo group of processes forked from this one; return its results."""
     with tempfile.TemporaryDirectory() as folder:
@@ -198,17 +179,17 @@ def call_fresh(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -
 
 
 def command_line(experiment: str, *flags: str) -> list[str]:
-    """Return the command that runs an experiment."""
     return [sys.executable, str(ROOT / "experiments" / f"{experiment}.py"), *flags]
 
 
 def run_clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run an experiment; return the records of a `Clock` in its last fit, by module and rank."""
+    """Run an experiment; return records of a `Clock`, by module and rank, in which `first` is seconds from here on."""
     with tempfile.TemporaryDirectory() as folder:
         clock = ["--trainer.callbacks", "benchmarks.common.Clock", "--trainer.callbacks.folder", folder]
-        command = command_line(experiment, *flags, *clock, "--out", f"{folder}/out")
+        command, start = command_line(experiment, *flags, *clock, "--out", f"{folder}/out"), time.time()
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
-        return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
+        records = {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
+        return {name: record | {"first": record["first"] - start} for name, record in records.items()}
 
 
 def thread_variables(count: int | None) -> dict[str, str]:
@@ -217,7 +198,6 @@ def thread_variables(count: int | None) -> dict[str, str]:
 
 
 def one_thread() -> None:
-    """Compute with one thread, in this process and those that it starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
@@ -234,7 +214,6 @@ class Target(NamedTuple):
     aim: str = ""
 
     def reached(self, ratio: float) -> bool:
-        """Return whether the ratio is within the bounds."""
         return self.low <= ratio <= self.high
 
     def words(self, ratio: float) -> str:
@@ -255,15 +234,12 @@ class Measurement(NamedTuple):
 Measure = Callable[[argparse.Namespace], Measurement]
 
 
-def merge(parts: Mapping[str, Measurement]) -> Measurement:
-    """Merge measurements; the units of figures get their names."""
-    figures = {f"{unit} ({name})": runs for name, part in parts.items() for unit, runs in part.figures.items()}
-    ratios = {name: runs for part in parts.values() for name, runs in part.ratios.items()}
-    return Measurement(figures, ratios, {key: value for part in parts.values() for key, value in part.facts.items()})
+def merge(parts: Sequence[Measurement]) -> Measurement:
+    figures, ratios, facts = zip(*parts, strict=True)
+    return Measurement(reduce(or_, figures), reduce(or_, ratios), reduce(or_, facts))
 
 
 def medians(runs: Runs) -> dict[str, float]:
-    """Return the median over all rounds of each name."""
     return {name: median(values) for name, values in runs.items()}
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -39,7 +38,6 @@ from benchmarks.common import Measurement, Rivals, Target
 from datamodules import ImageFolder
 from datamodules.streams import Streamed
 from harness.runs import environment
-from lab.studies.meters import Stamps
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Torchvision
 
@@ -74,7 +72,6 @@ def generate(root: Path, count: int) -> None:
 
 
 def folder(root: Path, cache: str, transforms: str, args: argparse.Namespace) -> ImageFolder:
-    """Return our data module, ready to train."""
     light = transforms == "light"
     workers = args.workers if cache == "none" or not light else None
     augmentation: dict[str, Any] = {"augment": True} if light else {"transforms": HEAVY}
@@ -92,7 +89,6 @@ def ours(data: ImageFolder) -> Iterator[Tensor]:
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
-    """Yield torchvision's batches, with the same transforms."""
     jitter = v2.ColorJitter(brightness=0.4, contrast=0.4)
     light = [v2.RandomCrop(args.size, padding=4), v2.RandomHorizontalFlip()]
     heavy = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip(), jitter]
@@ -105,8 +101,6 @@ def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Ten
 
 
 def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement:
-    """Measure images/s of all sides."""
-
     def rate(batches: Any, *options: Any) -> float:
         return args.images / common.seconds(lambda: deque(batches(*options), maxlen=0))
 
@@ -120,31 +114,14 @@ def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement
     return Measurement({f"images/s, {transforms}": runs}, ratios)
 
 
-class Waits(Callback):
-    """Measures the share of the training time that passes between batches."""
-
-    def __init__(self) -> None:
-        self.stamps = Stamps(common.CPU)
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Mark the start of a batch."""
-        self.stamps.mark()
-
-    on_train_batch_end: Any = on_train_batch_start
-
-    def share(self) -> float:
-        """Return the share without the first two steps, whose images are not read ahead."""
-        spans = self.stamps.seconds()[4:]
-        return sum(spans[1::2]) / sum(spans)
-
-
 def waiting(root: Path, args: argparse.Namespace) -> float:
     """Return the share of a ResNet-18's step that waits for images, read anew."""
     sizes: dict[str, Any] = {"image_size": 224, "batch_size": args.batch // 2, "validation_size": 0}
-    data, waits = ImageFolder(root, cache="none", num_workers=args.workers, augment=True, **sizes), Waits()
+    data = ImageFolder(root, cache="none", num_workers=args.workers, augment=True, **sizes)
     net = with_seed(0, lambda: Torchvision("resnet18", input_shape=(3, 224, 224), num_classes=10))
-    common.fit(LitClassifier(net), data, callbacks=[waits], max_steps=args.steps, max_epochs=-1, limit_val_batches=0)
-    return waits.share()
+    record = common.fit(LitClassifier(net), data, max_steps=args.steps, max_epochs=-1, limit_val_batches=0)
+    steps = slice(2, -1)  # the first images are not read ahead, and after the last step the fit ends
+    return sum(record["waits"][steps]) / sum(record["steps"][steps])
 
 
 def peak(root: str, workers: int) -> float:
@@ -156,7 +133,6 @@ def peak(root: str, workers: int) -> float:
 
 
 def memory(path: Path, args: argparse.Namespace) -> Measurement:
-    """Measure the peak memory for a twentieth of the images and for all."""
     runs = {}
     for count in (args.large // 20, args.large):
         generate(path / str(count), count)
@@ -167,7 +143,6 @@ def memory(path: Path, args: argparse.Namespace) -> Measurement:
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure all parts."""
     with tempfile.TemporaryDirectory() as path:
         parts = [memory(Path(path), args)] if args.large else []  # first: a process begins with its parent's peak
         environment.keep_memory()
@@ -175,12 +150,10 @@ def measure(args: argparse.Namespace) -> Measurement:
         generate(root, args.images)
         parts += [speeds(root, transforms, args) for transforms in ("light", "heavy")]
         parts.append(Measurement({}, {"waiting": [waiting(root, args)]}))
-    figures = {unit: runs for part in parts for unit, runs in part.figures.items()}
-    return Measurement(figures, {name: runs for part in parts for name, runs in part.ratios.items()})
+    return common.merge(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 3), "passes of each side, in turn")
     command.add_argument("--images", type=int, default=2000, help="to train on")
     command.add_argument("--size", type=int, default=256, help="to which images are brought")

@@ -55,7 +55,6 @@ def text(path: str | Path | None) -> Text:
 
 
 def step_ms(net: nn.Module, loss: Callable[[], Tensor], steps: int, fused: bool = False) -> float:
-    """Measure milliseconds of a training step."""
     optimizer = torch.optim.AdamW(net.parameters(), RATE, (0.9, 0.99), fused=fused)
     stamps = Stamps(next(net.parameters()).device)
     stamps.mark()
@@ -78,7 +77,6 @@ class PlainBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
         q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=2))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
@@ -93,7 +91,6 @@ class PlainGPT(nn.Module):
         self.blocks = nn.Sequential(*(PlainBlock() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of tokens (B, T)."""
         x = self.blocks(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), labels.flatten())
 
@@ -108,14 +105,12 @@ def slices(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def write_tokens(data: Text, folder: str | Path) -> Path:
-    """Write the training text as a file of 16-bit numbers."""
     path = Path(folder) / "train.bin"
     data.split("train").text.numpy().astype(np.uint16).tofile(path)  # type: ignore[union-attr]
     return path
 
 
 def loop(path: str | Path | None, steps: int) -> float:
-    """Measure milliseconds of a step of the plain loop."""
     data = text(path)
     net = with_seed(0, lambda: PlainGPT(data.num_classes))
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +119,6 @@ def loop(path: str | Path | None, steps: int) -> float:
 
 
 def build_net(data: Text, block_size: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT:
-    """Build our net for this text."""
     return with_seed(0, lambda: GPT(data.num_classes, block_size, num_layers, num_heads, embed_dim))
 
 
@@ -175,7 +169,6 @@ def generation(path: str | Path | None, rounds: int = 3) -> Runs:
 
 
 def ratios(steps: Runs, fetch_times: Runs, generation_times: Runs) -> Runs:
-    """Return the ratios of ours to the rivals."""
     by_name = {name: common.over(*(steps[side] for side in name.split(" / "))) for name in TARGETS if "/" in name}
     by_name["fetching"] = common.over(fetch_times["ours"], fetch_times["slices"])
     by_name["generation"] = common.over(generation_times["cached"], generation_times["recomputed"])
@@ -183,7 +176,6 @@ def ratios(steps: Runs, fetch_times: Runs, generation_times: Runs) -> Runs:
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure all sides in turn, then fetching and generation."""
     env = common.thread_variables(args.threads)
     text, steps = args.data, args.steps
     sides: Rivals = {side.__name__: partial(common.call_fresh, side, text, steps, env=env) for side in (loop, bare)}
@@ -195,7 +187,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 3), "fits of each side, in turn")
     default = TEXT if TEXT.is_file() else None
     command.add_argument("--data", type=Path, default=default, help="a text; Python's own docs where there is none")

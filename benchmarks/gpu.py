@@ -70,7 +70,6 @@ class Size(NamedTuple):
 
     @property
     def trainer(self) -> list[str]:
-        """Return the flags of an experiment's Trainer."""
         accelerator = "cpu" if self.device == "cpu" else "gpu"
         return ["--trainer.accelerator", accelerator, "--trainer.devices", "1"]
 
@@ -96,7 +95,7 @@ def kd(size: Size) -> Rows:
         options = ["--data", "benchmarks.gpu.Images", "--data.train_size", str(count), "--data.validation_size", "0"]
         options += ["--data.batch_size", str(batch), "--seeds", "1", "--trainer.max_epochs", str(epochs)]
         options += ["--data.test_size", str(batch), "--trainer.logger", "false", *size.trainer]
-        records = common.run_clocked("kd", *options, *flags, env=environment_with_path())
+        records = common.run_clocked("kd", *options, *flags, env=ENVIRONMENT)
         teacher, students = records["LitClassifier0"], records["Distillation0"]
         steps = (1e3 * median(record["steps"][1:]) for record in (teacher, students))
         return of_steps(*steps) | {"peak, MiB": students["peak_mib"]}
@@ -120,7 +119,7 @@ def gpt(size: Size) -> Rows:
     def ours(*flags: str) -> Figures:
         options = [*gpt_speed.size_flags(steps, layers, heads, width, block, rows), *size.trainer]
         options += ["--trainer.limit_test_batches=1", "--trainer.logger=false"]
-        record = common.run_clocked("gpt", *options, *flags, env=environment_with_path())["LitLanguageModel0"]
+        record = common.run_clocked("gpt", *options, *flags, env=ENVIRONMENT)["LitLanguageModel0"]
         return of_step(1e3 * median(record["steps"][gpt_speed.SKIPPED :]), record["peak_mib"])
 
     def bare(half: bool, compiled: bool) -> Figures:
@@ -197,23 +196,10 @@ def attention(size: Size) -> Rows:
         yield row["name"], partial(dict, figures)
 
 
-class Part(NamedTuple):
-    """What a process measures, and in how many seconds."""
-
-    rows: Callable[[Size], Rows]
-    seconds: int
-
-
-PARTS = {
-    "kd": Part(kd, 90), "gpt": Part(gpt, 150), "precision": Part(precision, 70),
-    "strategies": Part(strategies, 110), "attention": Part(attention, 100),
-}  # fmt: skip
+PARTS = {"kd": kd, "gpt": gpt, "precision": precision, "strategies": strategies, "attention": attention}
+SECONDS = {"kd": 90, "gpt": 150, "precision": 70, "strategies": 110, "attention": 100}  # of a part
 SPARE = 15  # seconds in which a part reads the rows of an experiment that it has stopped
-
-
-def environment_with_path() -> dict[str, str]:
-    """Return environment variables with which an experiment can import `benchmarks`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])}  # has `benchmarks`
 
 
 def study(experiment: str, *flags: str) -> Iterator[Mapping[str, Any]]:
@@ -221,7 +207,7 @@ def study(experiment: str, *flags: str) -> Iterator[Mapping[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         command = common.command_line(experiment, *flags, "--out", str(out))
-        failure = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, environment_with_path())
+        failure = run(command, float(os.environ["SECONDS_OF_PART"]) - SPARE, ENVIRONMENT)
         results = out / "results.json"
         yield from json.loads(results.read_text())["rows"] if results.exists() else ()
     if failure:
@@ -248,7 +234,7 @@ def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
 def measure(part: str, size: Size, path: Path) -> None:
     """Write a line for each row of a part, in a process of its own."""
     with path.open("a") as file, quiet():
-        for name, call in PARTS[part].rows(size):
+        for name, call in PARTS[part](size):
             try:
                 figures = call()
             except Exception as error:  # noqa: BLE001 - it costs its row
@@ -259,12 +245,12 @@ def measure(part: str, size: Size, path: Path) -> None:
 
 def measure_part(part: str, args: argparse.Namespace) -> str:
     """Measure a part in a process of its own; return the section of all rows that it measures in its time."""
-    seconds = PARTS[part].seconds * (4 if args.quick else 1)  # on a busy processor
+    seconds = SECONDS[part] * (4 if args.quick else 1)  # on a busy processor
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         path.touch()
         command = [sys.executable, str(Path(__file__)), "--parts", part, "--device", args.device, "--rows", str(path)]
-        env = {**environment_with_path(), "SECONDS_OF_PART": str(seconds)}
+        env = {**ENVIRONMENT, "SECONDS_OF_PART": str(seconds)}
         failure = run([*command, *(["--quick"] if args.quick else [])], seconds, env)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     return section(part, rows, failure)
@@ -278,13 +264,12 @@ def section(part: str, rows: Sequence[tuple[str, Figures]], failure: str = "") -
         return value if isinstance(value, str) else short(value)
 
     body = [[name, *(cell(figures.get(column)) for column in columns)] for name, figures in rows]
-    parts = [f"## {part}: {(PARTS[part].rows.__doc__ or '').rstrip('.').lower()}"]
+    parts = [f"## {part}: {(PARTS[part].__doc__ or '').rstrip('.').lower()}"]
     parts += [Table(["", *columns], body).markdown()] if rows else []
     return "\n\n".join(parts + ([f"Not all was measured: {failure}"] if failure else []))
 
 
 def head(args: argparse.Namespace) -> str:
-    """Return the page's head: the machine, the command and the conditions."""
     setting = environment.measurement_conditions()
     name = "a CPU" if args.device == "cpu" else torch.cuda.get_device_name()
     lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.command])}`"]
@@ -293,7 +278,6 @@ def head(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and write the file after each part."""
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -22,7 +22,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from benchmarks.common import Measurement, Noise, Target
 from benchmarks.kd_speed import ARCHIVE, bake_off, unpack
 from datamodules import Digits
 from lab.studies.hardware.measure import Measure, Phases
+from lab.studies.isolation import run_forked
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
 from strategies import DDP
@@ -54,19 +54,18 @@ TARGETS = {
 
 
 def ddp(args: argparse.Namespace) -> Measurement:
-    """Measure images/s of one process, of DDP and of two halves."""
-
     def images_per_second(batch_size: int, **settings: Any) -> float:
         module, data = LitClassifier(with_seed(0, DeepNN)), Noise(batch_size, validation_size=0)
         return batch_size / median(common.step_seconds(module, data, 8, 4, **settings))
 
     rivals = {
-        "one": lambda: common.run_forked(lambda _: images_per_second(128, devices=1))[0],
+        "one": lambda: run_forked(lambda _: images_per_second(128, devices=1))[0],
         "ddp": lambda: images_per_second(128, devices=2, strategy=DDP()),
-        "halves": lambda: sum(common.run_forked(lambda _: images_per_second(64, devices=1), 2)),
+        "halves": lambda: sum(run_forked(lambda _: images_per_second(64, devices=1), 2)),
     }
     runs = common.take_turns(rivals, args.rounds, "images/s")
-    return Measurement({"images/s": runs}, {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")})
+    ratios = {name: common.over(runs[name], runs["one"]) for name in ("ddp", "halves")}
+    return Measurement({"images/s (ddp)": runs}, ratios)
 
 
 def startup(args: argparse.Namespace) -> Measurement:
@@ -74,19 +73,16 @@ def startup(args: argparse.Namespace) -> Measurement:
     flags = ["--seeds", "1", "--teacher", "LightNN", "--only", "ce", "--trainer.max_epochs", "1"]
 
     def seconds(devices: int) -> float:
-        start = time.time()
         records = common.run_clocked("kd", *flags, "--trainer.logger", "false", "--trainer.devices", str(devices))
         firsts = [record["first"] for name, record in records.items() if name.startswith("LitClassifier")]
         assert len(firsts) == devices
-        return max(firsts) - start
+        return max(firsts)
 
     runs = common.take_turns({f"{n} ranks": partial(seconds, n) for n in (1, 8)}, args.rounds, "s")
-    return Measurement({"s": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
+    return Measurement({"s (startup)": runs}, {"startup": common.over(runs["8 ranks"], runs["1 ranks"])})
 
 
 def exact(args: argparse.Namespace) -> Measurement:
-    """Measure seconds of a bake-off, plain and exact, on one process and on two."""
-
     def parts(folder: str, devices: int, *flags: str) -> dict[str, float]:
         flags = ("--seeds", "1", "--trainer.logger", "false", "--trainer.devices", str(devices), *flags)
         teacher, students = bake_off(folder, args.images, 2, *flags)
@@ -104,35 +100,30 @@ def exact(args: argparse.Namespace) -> Measurement:
         for key, part in (("exact", "bake-off"), ("students", "students step"))
         for n in (1, 2)
     }
-    return Measurement({"s": runs}, ratios)
+    return Measurement({"s (exact)": runs}, ratios)
 
 
 def overhead(args: argparse.Namespace) -> Measurement:
-    """Measure milliseconds of a step with and without the callback."""
-
     def step_ms(with_callback: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            callbacks = (
-                [Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))] if with_callback else []
-            )
+            measure = Measure(Path(folder), Phases(warmup=0, block=1, blocks=10**9, profiled=1))
+            callbacks: Any = {"callbacks": [measure] if with_callback else []}
             module = LitClassifier(with_seed(0, partial(LightNN, (1, 8, 8))))
-            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, callbacks=callbacks))
+            return 1e3 * median(common.step_seconds(module, Digits(validation_size=0), STEPS, **callbacks))
 
     runs = common.take_turns({"with": partial(step_ms, True), "without": partial(step_ms, False)}, args.rounds)
-    return Measurement({"ms a step": runs}, {"overhead": common.over(runs["with"], runs["without"])})
+    return Measurement({"ms a step (overhead)": runs}, {"overhead": common.over(runs["with"], runs["without"])})
 
 
 PARTS = {"ddp": ddp, "startup": startup, "exact": exact, "overhead": overhead}
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure the parts in `--parts`."""
     common.one_thread()
-    return common.merge({name: PARTS[name](args) for name in args.parts})
+    return common.merge([PARTS[name](args) for name in args.parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 3), "rounds, in which rivals take turns")
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     command.add_argument("--data", type=Path, default=ARCHIVE, help="for exact: a folder of images, or an archive")

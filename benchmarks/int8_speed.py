@@ -40,14 +40,12 @@ def build_both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tenso
 
 
 def onnx_bytes(net: nn.Module, images: Tensor) -> int:
-    """Return the size of a net's ONNX file."""
     with tempfile.TemporaryDirectory() as folder:
         formats.write_onnx(net, images, Path(folder))
         return (Path(folder) / formats.ONNX).stat().st_size
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure images/s and bytes of both, and their ratios."""
     nets, images = build_both(args.depth, args.batch_size)
     latency = Latency(args.threads, [args.batch_size], args.rounds).measure(nets, images)
     times = {name: by_size[str(args.batch_size)] for name, by_size in latency.items()}
@@ -58,7 +56,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeats", 30), "calls of each net")
     command.set_defaults(out=Path("int8_speed.json"))
     command.add_argument("--depth", type=int, default=20)

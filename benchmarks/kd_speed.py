@@ -32,6 +32,7 @@ from apprentice.errors import BadInput
 from benchmarks import common
 from benchmarks.common import Measurement, Target
 from datamodules import ImageFolder
+from harness.runs.progress import peak_memory
 from lit_modules.nets import DeepNN, LightNN
 
 ARCHIVE = common.DATA / "cifar10-jpg.tar.xz"
@@ -86,7 +87,6 @@ def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tenso
 def train(
     name: str, net: nn.Module, teacher: nn.Module | None, loader: DataLoader | Sequence[Any], epochs: int
 ) -> None:
-    """Train in a plain loop."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.001)
     net.train()
     for epoch in range(epochs):
@@ -122,7 +122,6 @@ def loops(
 
 @torch.no_grad()
 def accuracy(net: nn.Module, loader: DataLoader) -> float:
-    """Return the percentage of images that a net classifies correctly."""
     correct = [(net(images).argmax(1) == labels).float() for images, labels in loader]
     return 100 * torch.cat(correct).mean().item()
 
@@ -132,7 +131,7 @@ def tutorial(folder: str, count: int, epochs: int) -> dict[str, Any]:
     workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(Pictures(folder, count), batch_size=128, shuffle=True, **workers)
     figures, nets = loops(loader, epochs)
-    figures |= {"peak memory": common.peak_mib(), "threads": torch.get_num_threads()}
+    figures |= {"peak memory": peak_memory(common.CPU), "threads": torch.get_num_threads()}
     test = DataLoader(Pictures(folder, count // 10, "test"), batch_size=128, **workers)
     return {**figures, "accuracies": {name: round(accuracy(net, test), 2) for name, net in nets.items()}}
 
@@ -168,7 +167,6 @@ def unpack(args: argparse.Namespace) -> Iterator[str]:
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure both sides in turn, and the ratios of ours to the tutorial's."""
     variables, passive = common.thread_variables(args.threads), {"OMP_WAIT_POLICY": "PASSIVE"}
     envs = {"tutorial": variables | (passive if args.wait_policy == "passive" else {}), "ours": passive | variables}
     with unpack(args) as folder:
@@ -190,7 +188,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 1), "runs of each side, in turn")
     command.add_argument("--data", type=Path, default=ARCHIVE, help="images as ImageFolder takes them, or an archive")
     command.add_argument("--images", type=int, default=5000, help="so many, the classes in balance")

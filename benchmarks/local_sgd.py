@@ -33,7 +33,6 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all fits and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=12)

@@ -29,12 +29,9 @@ def update_table(page: str, results: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the files and write the page."""
     files = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
-    results = [json.loads(file.read_text()) for file in files]
-    PAGE.write_text(
-        update_table(PAGE.read_text(), [result for result in results if {"rows", "benchmark"} <= result.keys()])
-    )
+    results = [result for file in files if {"rows", "benchmark"} <= (result := json.loads(file.read_text())).keys()]
+    PAGE.write_text(update_table(PAGE.read_text(), results))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Rivals, Target
 from harness.runs import environment
+from lab.studies.isolation import run_forked
 from lab.studies.meters import Stamps
 from lab.studies.pipeline import Noise, Task
 from lab.studies.pipeline.cases import ONE_STAGE
@@ -68,11 +69,10 @@ class Setting:
         piece = self.loader(-(-self.batch // MICROBATCHES), 1).batch.images
         self.sizes = args.balance
         if not self.sizes:
-            self.sizes = common.run_forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), range(2)))[0]
+            self.sizes = run_forked(lambda _: sizes_by_cost(layer_seconds(self.layers, (piece,)), range(2)))[0]
         print(f"layers of the stages: {self.sizes}", flush=True)
 
     def loader(self, rows: int, steps: int) -> Noise:
-        """Make a loader of so many steps of so many images."""
         return Noise(rows, self.shape, self.classes, steps, seed=0)
 
     def step_seconds(self, num_microbatches: int = 1, copies: int = 1, **settings: Any) -> float:
@@ -84,7 +84,7 @@ class Setting:
     def alone(self, num_microbatches: int = 1, copies: int = 1, keep: bool = True) -> float:
         """Time a step on one process, or of the slower of two that share the batch; `keep` is `Clock`'s."""
         settings: dict[str, Any] = {"devices": 1, "keep": keep}
-        return max(common.run_forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
+        return max(run_forked(lambda _: self.step_seconds(num_microbatches, copies, **settings), copies))
 
     def pipelined(self, schedule: str, num_microbatches: int) -> float:
         """Time a step on two ranks; each fit cuts by time under a schedule with several stages a rank."""
@@ -118,7 +118,6 @@ class Setting:
 
 
 def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
-    """Measure seconds a step of each rival."""
     compared = {f"{name} {MICROBATCHES}": (name, MICROBATCHES) for name in args.schedules}
     last = args.schedules[-1]
     pipelines = compared | {f"{last} {count}": (last, count) for count in args.num_microbatches}
@@ -139,29 +138,26 @@ def fits(setting: Setting, args: argparse.Namespace) -> Measurement:
         "plain": common.over(runs["plain"], runs[best]),
         "halves": common.over(runs[best], runs["halves"]),
     }
-    return Measurement({"s a step": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_compared})
+    return Measurement({"s a step (fits)": runs}, ratios, {"best": best, f"best of {MICROBATCHES}": best_compared})
 
 
 def cost(setting: Setting, args: argparse.Namespace) -> Measurement:
-    """Measure seconds a step of the strategy and of the bare loop."""
     setting.steps = args.pairs
     rivals: Rivals = {"strategy": partial(setting.pipelined, "1F1B", MICROBATCHES), "bare": setting.bare}
     runs = common.take_turns(rivals, args.rounds, "s a step")
-    return Measurement({"s a step": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
+    return Measurement({"s a step (cost)": runs}, {"cost": common.over(runs["strategy"], runs["bare"])})
 
 
 PARTS = {"fits": fits, "cost": cost}
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure the parts in `--parts`."""
     common.one_thread()
     setting = Setting(args)
-    return common.merge({name: PARTS[name](setting, args) for name in args.parts})
+    return common.merge([PARTS[name](setting, args) for name in args.parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--rounds", 3), "in which rivals take turns")
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     command.add_argument("--steps", type=int, default=3, help="that are timed in each round")

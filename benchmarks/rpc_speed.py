@@ -38,13 +38,11 @@ TARGETS = {
 
 
 def step_ms(net: str, rival: str, devices: int, steps: int) -> float:
-    """Return the median step of a fit."""
     module, data = LitClassifier(with_seed(0, NETS[net])), Noise(128, validation_size=0)
     return 1e3 * median(common.step_seconds(module, data, steps, 1, devices=devices, strategy=RIVALS[rival]()))
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure milliseconds a step of all rivals, net by net."""
     common.one_thread()
     figures, ratios = Runs(), Runs()
     for net in args.nets:
@@ -55,7 +53,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--rounds", 3), "fits of each rival")
     command.add_argument("--devices", type=int, default=3, help="processes")
     command.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))

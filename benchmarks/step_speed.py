@@ -55,7 +55,6 @@ TARGETS = {
 
 
 def build_net(name: str) -> nn.Module:
-    """Build the net, with the same weights for each rival."""
     return with_seed(0, partial(NETS[name], Digits.input_shape))
 
 
@@ -72,7 +71,6 @@ def batches() -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
 
 
 def bare(name: str, steps: int) -> float:
-    """Measure milliseconds of a step of a bare loop."""
     net, one_pass, stamps = build_net(name), batches(), Stamps(common.CPU)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(1 + (WARMUP + steps) // 10):
@@ -92,11 +90,9 @@ class Least(LightningModule):
         self.net = net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss."""
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
@@ -109,14 +105,12 @@ def lightning(name: str, steps: int) -> float:
 
 
 def ours(name: str, steps: int) -> float:
-    """Measure milliseconds of a step of Distillation."""
     students = {"ce": (build_net(name), CrossEntropy())}
     module = Distillation(build_net("LightNN"), students, input_shape=Digits.input_shape)
     return 1e3 * median(common.step_seconds(module, Digits(batch_size=BATCH, validation_size=0), steps, WARMUP))
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure all rivals, in turn, for each net."""
     common.one_thread()
     rivals = {"bare": bare, "lightning": lightning, "ours": ours}
     calls = {f"{net}, {side}": partial(call, net, args.steps) for net in NETS for side, call in rivals.items()}
@@ -127,7 +121,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
     command = common.parser(__doc__, ("--repeat", 5), "rounds in which rivals take turns")
     command.add_argument("--steps", type=int, default=500, help="that are timed of each fit")
     common.run(command.parse_args(argv), measure, TARGETS)

@@ -63,7 +63,6 @@ def measure_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure rounds of the search, its settings and the teacher's forward."""
     common.one_thread()
     rounds = []
     for _ in range(args.rounds):
@@ -82,7 +81,6 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the table."""
     parser = common.parser(__doc__, ("--repeat", 2), "rounds")
     parser.add_argument("--settings", type=int, default=4, help="of each method")
     parser.add_argument("--only", nargs="+", default=["ce", "kd", "hint"], help="names of methods")

@@ -21,7 +21,9 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Noise, Runs, Target
 from harness.runs import environment
+from harness.runs.progress import peak_memory
 from harness.studies import zoo
+from lab.studies.isolation import run_forked
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet
@@ -37,7 +39,6 @@ TARGETS = {
 
 
 def net(depth: int, seed: int) -> nn.Module:
-    """Build a ResNet for 32 x 32 images."""
     return with_seed(seed, lambda: ResNet(depth))
 
 
@@ -64,13 +65,12 @@ def pick_methods(args: argparse.Namespace) -> dict[str, str]:
 
 def measure_forked(seconds: Callable[[], list[float]]) -> list[float]:
     """Return the median seconds in a fork, and its peak memory beyond that of an idle fork, MiB."""
-    ((middle, peak),) = common.run_forked(lambda _: [median(seconds()), common.peak_mib()])
-    (idle,) = common.run_forked(lambda _: common.peak_mib())
+    ((middle, peak),) = run_forked(lambda _: [median(seconds()), peak_memory(common.CPU)])
+    (idle,) = run_forked(lambda _: peak_memory(common.CPU))
     return [middle, peak - idle]
 
 
 def forward(args: argparse.Namespace) -> list[float]:
-    """Time the teacher's forwards of a batch."""
     environment.keep_memory()  # as in the fits
     teacher, images = net(args.teacher, 1).eval(), torch.rand(args.batch_size, 3, 32, 32)
     teacher = teacher.to(memory_format=torch.channels_last)
@@ -79,12 +79,10 @@ def forward(args: argparse.Namespace) -> list[float]:
 
 
 def steps(args: argparse.Namespace, methods: Mapping[str, str]) -> list[float]:
-    """Time the steps of one fit of these methods."""
     return common.step_seconds(module(args, methods), Noise(batch_size=args.batch_size), args.steps)
 
 
 def measure(args: argparse.Namespace) -> Measurement:
-    """Measure rounds of single runs, of one pass, and of the teacher's forward."""
     common.one_thread()
     methods = pick_methods(args)
     rivals: dict[str, Callable[[], list[float]]] = {
@@ -110,7 +108,6 @@ def ratios(milliseconds: Runs, mib: Runs, methods: Sequence[str], num_taught: in
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the table."""
     parser = common.parser(__doc__, ("--repeat", 3), "rounds of all sides")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each fit")
     parser.add_argument("--batch_size", type=int, default=128, help="images in a batch")

@@ -161,7 +161,7 @@ class Slow(nn.Module):
         return x * self.scale
 
 
-def placed(folder: Path) -> Notes:
+def note_places(folder: Path) -> Notes:
     """Notes the names of the parameters that a rank keeps."""
 
     def names(_trainer: Any, module: Any) -> list[str]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
@@ -35,6 +36,19 @@ def ranks(size: int, function: Callable[..., None], *args: Any, backend: str = "
             for process in context.processes:
                 process.kill()
                 process.join()
+
+
+def in_ranks(*sizes: Any, **options: Any) -> Callable[[Callable[[], None]], Callable[[Any], None]]:
+    """Run a test in the ranks of a group of each size, see `ranks`."""
+
+    def decorate(test: Callable[[], None]) -> Callable[[Any], None]:
+        def run(size: int) -> None:
+            ranks(size, test, **options)
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return pytest.mark.parametrize("size", sizes)(run)
+
+    return decorate
 
 
 def _rank(

@@ -63,8 +63,13 @@ def net(make: type[nn.Module] = LightNN, seed: int = 0, **kwargs: Any) -> nn.Mod
 
 
 def distillation(names: list[str] | None = None, **kwargs: Any) -> Distillation:
-    students = {name: (net(), VARIANTS[name.rstrip("2")]()) for name in names or VARIANTS}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, **kwargs)
+    return distil({name: VARIANTS[name.rstrip("2")]() for name in names or VARIANTS}, **kwargs)
+
+
+def distil(objectives: Mapping[str, Objective], teacher: nn.Module | None = None, **options: Any) -> Distillation:
+    """Students, each a net of its own and an objective."""
+    students = {name: (net(), objective) for name, objective in objectives.items()}
+    return Distillation(teacher or net(DeepNN, seed=1), students, **{"input_shape": SHAPE} | options)
 
 
 def classifier(make: type[nn.Module] = LightNN, **kwargs: Any) -> LitClassifier:

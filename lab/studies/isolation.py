@@ -1,5 +1,6 @@
 """Makes Trainers for the cases of a study, and runs fits in processes of their own, as ranks are."""
 
+import json
 import multiprocessing
 import tempfile
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,11 +18,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
+from harness.runs.files import write_json
 from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies import NAMES
 from strategies.base import failures
 from strategies.base.launchers import end_with_parent
 
+T = TypeVar("T")
+PATIENCE = 3.0  # seconds until a process that should end is killed
 TIMEOUT = 300.0  # seconds to wait for a rank that hangs, not the half hour of a run that matters
 DURATION = (
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "limit_train_batches", "limit_val_batches",
@@ -61,8 +65,8 @@ def usual_threads(input_shape: Sequence[int], threads: int) -> int:
 
 
 @contextmanager
-def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
-    """Kill processes that the block started if it raises, and they have not ended after `patience` seconds.
+def children_end_with_block() -> Iterator[None]:
+    """Kill processes that the block started if it raises, and they have not ended after `PATIENCE`.
 
     A rank inside a collective receives no signal, and this process would wait for it at exit.
     """
@@ -72,7 +76,7 @@ def children_end_with_block(patience: float = 3.0) -> Iterator[None]:
     except BaseException:
         started = set(multiprocessing.active_children()) - before
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + PATIENCE
             for process in started:
                 process.join(max(deadline - time.monotonic(), 0))
         finally:
@@ -86,32 +90,42 @@ def can_fork() -> bool:
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
-def call_isolated(function: Callable[[], object], threads: int) -> None:
-    """Call the function in a forked process with so many threads; where fork is missing, in this process.
+def run_forked(function: Callable[[int], T], copies: int = 1) -> list[T]:
+    """Call a function with each number in processes forked from this one, at the same time; return its results.
 
-    This process has used one thread alone, see `one_thread`.
+    JSON has to hold them. The function can't fork ranks once this process has initialised GPUs.
 
     Raises:
         ProcessRaisedException: the function raised; its error is the `__cause__`.
     """
-    if not can_fork():
-        function()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "error"
+    with tempfile.TemporaryDirectory() as folder, children_end_with_block():
+        error, results = Path(folder) / "error", [Path(folder) / str(number) for number in range(copies)]
 
-        def call(_rank: int) -> None:
+        def call(number: int) -> None:
             end_with_parent()
-            torch.set_num_threads(threads)
-            with failures.send_errors(file):
-                function()
+            with failures.send_errors(error):
+                write_json(results[number], function(number))
 
-        process = start_processes(call, nprocs=1, join=False, start_method="fork")
         try:
-            while not process.join():
-                pass
+            start_processes(call, nprocs=copies, start_method="fork")
         except ProcessRaisedException as failure:
-            raise failure from failures.receive(file)
+            raise failure from failures.receive(error)
+        return [json.loads(result.read_text()) for result in results]
+
+
+def call_isolated(function: Callable[[], T], threads: int) -> T:
+    """Call the function in a fork with so many threads, see `run_forked`; where fork is missing, in this process.
+
+    This process has used one thread alone, see `one_thread`.
+    """
+    if not can_fork():
+        return function()
+
+    def call(_: int) -> T:
+        torch.set_num_threads(threads)
+        return function()
+
+    return run_forked(call)[0]
 
 
 def fit_isolated(trainer: Trainer, fit: Callable[[], object], threads: int) -> None:

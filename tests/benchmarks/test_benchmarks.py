@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,12 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
 
 
+def measured(module: Any, out: Path, *flags: str) -> Any:
+    """What a benchmark writes into its file."""
+    module.main([*flags, "--out", str(out)])
+    return json.loads(out.read_text())
+
+
 def test_targets_are_told_and_misses_marked() -> None:
     targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8), "e": Target("e over f", low=2.0)}
     found = Measurement({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
@@ -63,8 +70,7 @@ def test_rivals_take_turns_in_changing_order() -> None:
 @pytest.mark.slow
 def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
     sizes = {"images": 40, "size": 32, "batch": 8, "workers": 1, "large": 0, "repeat": 1, "steps": 4}
-    data_speed.main([*(f"--{name}={size}" for name, size in sizes.items()), "--out", str(tmp_path / "a.json")])
-    found = json.loads((tmp_path / "a.json").read_text())
+    found = measured(data_speed, tmp_path / "a.json", *(f"--{name}={size}" for name, size in sizes.items()))
     assert found["ratios"].keys() == data_speed.TARGETS.keys() - {"peak"}  # of fresh processes, which are slow
     assert 0 < found["ratios"]["waiting"] < 1
     speeds = found["figures"]["images/s, light"]
@@ -77,10 +83,8 @@ def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
 def test_the_bake_off_is_timed_beside_the_tutorial(
     photographs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "speed.json"
-    sizes = ["--images", "64", "--epochs", "1", "--threads", "1"]
-    kd_speed.main(["--data", str(photographs), "--out", str(out), *sizes])
-    found = json.loads(out.read_text())
+    flags = ["--data", str(photographs), "--images", "64", "--epochs", "1", "--threads", "1"]
+    found = measured(kd_speed, tmp_path / "speed.json", *flags)
     students = ["student ce", "student kd", "student cosine", "student hint"]
     phases = {
         "tutorial": {"teacher", *students, "all students", "teacher and students"},
@@ -108,8 +112,7 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
 
 @pytest.mark.slow
 def test_local_sgd_is_compared_with_data_parallelism(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    local_sgd.main(["--devices", "2", "--epochs", "1", "--periods", "1", "16", "--out", str(tmp_path / "out.json")])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    rows = measured(local_sgd, tmp_path / "out.json", "--epochs", "1", "--periods", "1", "16")["rows"]
     assert [(row["optimizer"], row["strategy"]) for row in rows] == [
         (optimizer, strategy)
         for optimizer in ("sgd", "adam")
@@ -169,8 +172,7 @@ def int8(out: Path) -> None:
 def test_rings_and_comm_are_compared_with_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import comm_speed
 
-    comm_speed.main(["--quick", "--out", str(tmp_path / "speed.json")])
-    ratios = json.loads((tmp_path / "speed.json").read_text())["ratios"]
+    ratios = measured(comm_speed, tmp_path / "speed.json", "--quick")["ratios"]
     rings = {f"{name}, {n} processes" for name in ("ring", "ring_unchunked") for n in (2, 3)}
     assert set(ratios) == {*rings, "comm.py at 1,024 bytes"}
     assert all(ratio > 0 for ratio in ratios.values())
@@ -186,8 +188,7 @@ def test_pipelines_are_compared_with_one_process(tmp_path: Path, capsys: pytest.
     from benchmarks import pipeline_speed
 
     flags = ["--quick", "--schedules", "1F1B", "--num_microbatches", "4", "--balance", "2", "3"]
-    pipeline_speed.main([*flags, "--out", str(tmp_path / "speed.json")])
-    found = json.loads((tmp_path / "speed.json").read_text())
+    found = measured(pipeline_speed, tmp_path / "speed.json", *flags)
     seconds, cost = found["figures"]["s a step (fits)"], found["figures"]["s a step (cost)"]
     assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves", "plain"}
     best = min(seconds["1F1B 8"], seconds["1F1B 4"])
@@ -213,16 +214,15 @@ def test_the_callback_of_hardware_py_is_timed(
     from benchmarks import hardware_speed
 
     monkeypatch.setattr(hardware_speed, "STEPS", 20)
-    hardware_speed.main(["--parts", "overhead", "--repeat", "1", "--out", str(tmp_path / "speed.json")])
-    assert json.loads((tmp_path / "speed.json").read_text())["ratios"]["overhead"] > 0
+    found = measured(hardware_speed, tmp_path / "speed.json", "--parts", "overhead", "--repeat", "1")
+    assert found["ratios"]["overhead"] > 0
     assert "at most 1.05" in capsys.readouterr().out
 
 
 def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import rpc_speed
 
-    rpc_speed.main(["--quick", "--devices", "2", "--out", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = measured(rpc_speed, tmp_path / "out.json", "--quick", "--devices", "2")
     names = {f"LightNN, {name}" for name in ("ddp", "param_server", "param_server, late", "rpc_hybrid")}
     assert set(found["ratios"]) == set(found["figures"]["ms a step"]) == names
     assert found["ratios"]["LightNN, ddp"] == 1
@@ -243,8 +243,7 @@ def test_the_least_counts_one_forward_of_the_teacher() -> None:
 @pytest.mark.slow
 def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flags = ["--repeat", "1", "--steps", "1", "--batch_size", "8", "--teacher", "8", "--only", "ce", "kd", "rkd", "vid"]
-    zoo_speed.main([*flags, "--out", str(tmp_path / "x.json")])
-    found = json.loads((tmp_path / "x.json").read_text())
+    found = measured(zoo_speed, tmp_path / "x.json", *flags)
     assert set(found["figures"]["ms"]) == {"teacher's forward", "ce", "kd", "rkd", "vid", "all in one pass"}
     assert "without deittoken: " in capsys.readouterr().out
 
@@ -252,8 +251,7 @@ def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.slow
 def test_a_search_is_timed_beside_its_settings(tmp_path: Path) -> None:
     flags = ["--repeat", "1", "--settings", "2", "--only", "kd", "--epochs", "1", "--steps", "1", "--teacher", "8"]
-    tune_speed.main([*flags, "--batch_size", "200", "--out", str(tmp_path / "x.json")])
-    found = json.loads((tmp_path / "x.json").read_text())
+    found = measured(tune_speed, tmp_path / "x.json", *flags, "--batch_size", "200")
     assert found["ratios"].keys() == tune_speed.TARGETS.keys()
     seconds = found["figures"]["s"]
     assert found["ratios"]["together / alone"] == pytest.approx(seconds["together"] / seconds["alone"])
@@ -267,7 +265,7 @@ def test_a_figure_of_a_gpu_that_fails_costs_its_row(tmp_path: Path, monkeypatch:
         yield "fails", lambda: {"ms": 1 / 0}
         yield "runs", lambda: {"ms": 2.0, "kernel": None}
 
-    monkeypatch.setitem(gpu.PARTS, "precision", gpu.Part(rows, 1))
+    monkeypatch.setitem(gpu.PARTS, "precision", rows)
     gpu.measure("precision", gpu.Size("cpu", True), tmp_path / "rows")
     found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert gpu.section("precision", found, "stopped after 1 s").splitlines() == [
@@ -290,7 +288,7 @@ def test_experiments_take_the_flags_of_a_gpus_figures(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu, "study", lambda name, *flags: given.append((name, flags)) or [])
     for part in ("kd", "gpt", "strategies", "attention"):
         for quick in (False, True):
-            for name, call in gpu.PARTS[part].rows(gpu.Size("cpu", quick)):
+            for name, call in gpu.PARTS[part](gpu.Size("cpu", quick)):
                 if ".py" in name:
                     assert all(value > 0 for value in call().values())
     assert Counter(name for name, _ in given) == {"kd": 4, "gpt": 6, "hardware": 2, "attention": 2}

@@ -106,9 +106,7 @@ def test_what_is_damaged_is_decoded_anew(root: Path, decoded: list[Path], damage
     assert len(decoded) == again
 
 
-def test_what_was_decoded_before_a_fault_is_kept(
-    root: Path, decoded: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_decoded_before_a_fault_stays(root: Path, decoded: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datamodules.decoded, "CHUNK", 4)
     path = root / "train" / "dog" / "5.png"
     whole, found = path.read_bytes(), path.stat()
@@ -166,9 +164,7 @@ def test_processes_that_fill_it_at_once_share_the_work(root: Path, tmp_path: Pat
     processes = [fork.Process(target=run, args=(rank,)) for rank in range(3)]
     for process in processes:
         process.start()
-    waiting.wait(
-        lambda: all(process.exitcode is not None for process in processes), lambda: [p.pid for p in processes if p.pid]
-    )
+    waiting.wait(lambda: all(p.exitcode is not None for p in processes), lambda: [p.pid for p in processes if p.pid])
     assert [process.exitcode for process in processes] == [0, 0, 0]
     for rank in range(3):
         assert_same(torch.load(tmp_path / f"{rank}.pt"), in_memory(root))

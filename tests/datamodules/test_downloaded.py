@@ -117,9 +117,7 @@ def refusal(data: ImageData) -> str:
     return str(error.value)
 
 
-def test_cifar_is_downloaded_once_and_read(
-    cifar: bytes, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_cifar_is_downloaded_once(cifar: bytes, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = CIFAR10(tmp_path / "data", validation_size=0)
     data.prepare_data()
     data.setup()
@@ -131,7 +129,7 @@ def test_cifar_is_downloaded_once_and_read(
     again = CIFAR10(tmp_path / "data", validation_size=0)
     assert again.sizes == data.sizes  # read at first use, no server needed
     (tmp_path / Source.filename).write_bytes(cifar)  # put there by hand
-    assert CIFAR10(tmp_path).sizes["test"] == 20
+    assert CIFAR10(tmp_path, validation_size=0).sizes["test"] == 20
     assert capsys.readouterr() == ("", "")
 
 
@@ -142,9 +140,7 @@ def test_mnist_is_downloaded_from_the_mirror_that_has_it(mnist: None, tmp_path: 
     assert MNIST.input_shape == data.split("test").inputs.shape[1:]
 
 
-def test_cifar100_is_downloaded_and_its_classes_are_torchvisions(
-    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar100_has_the_classes_of_torchvision(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = torchvision.datasets.CIFAR100
     pixels = np.arange(120 * 3072, dtype=np.uint32).astype(np.uint8).reshape(120, 3072)
     part = {"data": pixels, "fine_labels": [*range(100), *range(20)], "coarse_labels": [0] * 120}
@@ -199,7 +195,7 @@ def test_junk_in_extracted_mnist_is_one_clear_line(mnist: None, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", [CIFAR10, MNIST])
-def test_a_server_that_never_answers_is_given_up(
+def test_a_silent_server_is_given_up(
     kind: type[Downloaded], silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(downloaded, "PATIENCE", 0.5)
@@ -242,9 +238,7 @@ def test_a_download_that_goes_on_is_not_given_up(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", [CIFAR10, MNIST])
-def test_without_name_resolution_the_line_says_what_helps(
-    kind: type[Downloaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_name_servers_it_helps(kind: type[Downloaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(*args: object) -> None:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
@@ -266,7 +260,7 @@ def test_a_root_that_cant_be_written_or_lacks_the_data_is_named(cifar: bytes, tm
     assert "Not a directory" in message
 
 
-def test_progress_is_shown_to_a_terminal_only(
+def test_a_terminal_sees_progress(
     cifar: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

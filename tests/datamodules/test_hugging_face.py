@@ -113,9 +113,8 @@ def test_classes_of_splits_are_matched_by_name(made: Any, part: str) -> None:
         assert data.split(part).labels.tolist() == [2, 1, 2][: SMALL[part]]
         assert data.class_names == ("bird", "cat", "dog")
     labels[part] = datasets.Value("string")
-    assert (
-        HuggingFaceImages(str(made("saved words", SMALL, labels, **columns | {part: words}))).split(part).labels[0] == 2
-    )
+    data = HuggingFaceImages(str(made("saved words", SMALL, labels, **columns | {part: words})))
+    assert data.split(part).labels[0] == 2
     labels = dict.fromkeys(SMALL, datasets.Value("string")) | {part: datasets.ClassLabel(names=["c", "b"])}
     columns = {split: ["a"] * count for split, count in SMALL.items()}
     columns |= {"train": [*"bacbac"], part: [0, 1, 0][: SMALL[part]]}
@@ -135,9 +134,7 @@ def test_parquet_files_with_classes_of_their_own_are_refused(made: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(
-    made: Any,
-) -> None:
+def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(made: Any) -> None:
     import datasets
 
     def refusal(kind: str, label: Any, **columns: Any) -> str:
@@ -151,10 +148,8 @@ def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(
     class_lists = {"train": datasets.ClassLabel(names=["a", "b"]), "test": datasets.ClassLabel(names=["a", "b", "c"])}
     expected = "a label of the training set's classes for all of"
     assert refusal("saved more", class_lists, test=[0, 2]) == f"{expected} test; test[1] has c"
-    assert (
-        refusal("saved numbers", class_lists | {"test": datasets.Value("int64")}, test=[0, 1])
-        == f"{expected} test; test[0] has 0"
-    )
+    numbers = class_lists | {"test": datasets.Value("int64")}
+    assert refusal("saved numbers", numbers, test=[0, 1]) == f"{expected} test; test[0] has 0"
     assert refusal("saved some", None, test=[0, None]) == f"{expected} test; test[1] has no label"
     assert refusal("saved none", None, train=[0, 1, None, 1]) == f"{expected} train; train[2] has no label"
     assert refusal("saved hidden", None, test=[None, None]) == "a split test with labels; it has no labels"

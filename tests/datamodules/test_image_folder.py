@@ -58,9 +58,7 @@ def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyP
             assert np.array_equal(np.asarray(Image.open(path).convert("RGB")), pixels.permute(1, 2, 0).numpy())
 
 
-def test_long_decoding_is_told_with_a_count(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_decoding_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     data = ImageFolder(root, validation_size=0)
     quiet = ImageFolder(root, validation_size=0)
     quiet.setup()
@@ -97,9 +95,7 @@ def test_resized_images_have_short_side_and_middle(root: Path) -> None:
     assert np.array_equal(np.asarray(small), data.split("train").inputs[0].permute(1, 2, 0).numpy())
 
 
-def test_an_unequal_folder_keeps_both_classes_and_tells_their_counts(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unequal_folder_keeps_both_classes_and_counts_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(7, 95):
         picture(root / "train" / "cat" / f"{i}.png", i)
     data = ImageFolder(root)
@@ -183,16 +179,13 @@ BAD_TAGS = {
 
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("tag", BAD_TAGS.values(), ids=BAD_TAGS)
-def test_the_orientation_is_read_whatever_other_tags_hold(
-    root: Path, tag: tuple[int, int, int, bytes], orientation: int
-) -> None:
+def test_orientations_are_read_beside_bad_tags(root: Path, tag: tuple[int, int, int, bytes], orientation: int) -> None:
     path = root / "train" / "cat" / "0.jpg"
     picture(path, 0)
     stored = np.asarray(Image.open(path))
     turned = exif((ExifTags.Base.Orientation, 3, 1, struct.pack(">HH", orientation, 0)), tag)
-    path.write_bytes(
-        path.read_bytes()[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + path.read_bytes()[2:]
-    )
+    whole = path.read_bytes()
+    path.write_bytes(whole[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + whole[2:])
     files = encoded.Files(torch.zeros(1), None, "", (0, 0), path.parent, np.array([b"0.jpg"]))
     expected = np.rot90(stored, -1) if orientation == 6 else stored
     assert np.array_equal(np.asarray(files.decoded(0)), expected)
@@ -223,9 +216,7 @@ def test_a_link_that_leads_nowhere_is_named_where_it_is_read(root: Path, cache: 
     assert sum(data.sizes.values()) == 18
 
 
-def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_within_a_class_are_searched_and_skips_are_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture(root / "train" / "cat" / "indoors" / "deep" / "1.PNG", 1)
     picture(root / "test" / "dog" / "2" / "1.png", 1)
     ImageFolder(root).setup()
@@ -244,17 +235,13 @@ def test_folders_within_a_class_are_searched_and_what_is_skipped_is_told(
     assert capsys.readouterr().err.splitlines()[0] == f"ImageFolder: skipped in {root}: {told}"
 
 
-def test_names_that_are_no_utf8_are_refused_before_anything_is_trained(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_not_in_utf8_are_refused_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", "ImageFolder", "--data.root", str(root)]
     for part in ("train", "test"):
         (root / part / "cat").rename(root / part / os.fsdecode(b"caf\xe9"))
     (root / "train" / os.fsdecode(b"caf\xe9") / "notes.txt").unlink()
     (root / "train" / ".cache").rmdir()
-    refused(
-        kd.main, flags, "--data ImageFolder: expected", "classes named in UTF-8; b'caf\\xe9' is not", tmp_path, capsys
-    )
+    refused(kd.main, flags, "--data ImageFolder: expected", "classes named in UTF-8; b'caf\\xe9' is", tmp_path, capsys)
     flags[-1] = str(tmp_path / os.fsdecode(b"caf\xe9"))
     refused(kd.main, flags, "--data.root b'", "caf\\xe9': expected text in UTF-8", tmp_path, capsys)
 

@@ -12,14 +12,13 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from apprentice.batch import Batch, Mixed, Partners
-from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.mixing import Mixing
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton
 from strategies import DDP, PipelineStrategy
-from tests.training import SHAPE, assert_same, classifier, digits, fit, net, trainer, weights
+from tests.training import SHAPE, assert_same, classifier, digits, distil, fit, net, trainer, weights
 
 MIXED: dict[str, Any] = {"augment": True, "mixup": 0.8, "cutmix": 1.0}
 
@@ -121,9 +120,7 @@ def test_losses_are_those_of_soft_labels() -> None:
 
 
 def students() -> Distillation:
-    objectives = {"kd": Hinton(), "sp": SP()}
-    pairs = {name: (net(), objective) for name, objective in objectives.items()}
-    return Distillation(net(DeepNN, seed=1), pairs, input_shape=SHAPE)
+    return distil({"kd": Hinton(), "sp": SP()})
 
 
 def ended(devices: int, **options: Any) -> dict[str, Tensor]:
@@ -153,20 +150,3 @@ def test_evaluation_sees_whole_images() -> None:
     module = classifier()
     runner = trainer()
     assert runner.test(module, mixed, verbose=False) == trainer().test(module, plain, verbose=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
-        ({"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
-        (
-            {"mixup": 1.0, "labelled": 50},
-            "data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
-        ),
-    ],
-)
-def test_what_can_not_be_mixed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        Digits(**options)
-    assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""Fixed shares of the data: whose samples are whose never changes, and an update is still the mean over its batch."""
+"""Whose samples are whose, and which labels are known: fixed by the seed, and a loss is the global batch's mean."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apprentice.batch import Batch
+from apprentice.batch import HIDDEN, Batch
 from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
@@ -82,7 +82,7 @@ class Together(Digits):
     ("strategy", "fractions", "devices"),
     [(DDP, FRACTIONS, 3), pytest.param(ParamServer, [0.9, 0.1], 3, marks=pytest.mark.slow)],
 )
-def test_float64_agrees_with_one_process_on_the_same_batches(
+def test_float64_agrees_with_one_process(
     strategy: type[DataParallel], fractions: list[float], devices: int, tmp_path: Path
 ) -> None:
     logs = [LinesLogger(tmp_path / name) for name in ("one", "many")]
@@ -100,9 +100,7 @@ def test_float64_agrees_with_one_process_on_the_same_batches(
 @pytest.mark.parametrize(
     ("fractions", "atol"), [([0.8, 0.2], 0.0), pytest.param(FRACTIONS, 1e-12, marks=pytest.mark.slow)]
 )  # gloo adds two in one order
-def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
-    fractions: list[float], atol: float, tmp_path: Path
-) -> None:
+def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(fractions: list[float], atol: float, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
 
     def ended(**options: Any) -> dict[str, Tensor]:
@@ -118,22 +116,6 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(
     assert_same(ended(), right, atol=atol)
 
 
-REFUSED = {
-    "a sum that is not 1": ([0.7, 0.2], "data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
-    "negative": ([1.5, -0.5], "data.partition [1.5, -0.5]: expected fractions of at least 0"),
-    "not a number": ([float("nan"), 1.0], "data.partition [nan, 1.0]: expected fractions"),
-    "nothing": ([], "data.partition []: expected fractions"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_fractions_that_are_none_are_refused(case: str) -> None:
-    fractions, message = REFUSED[case]
-    with pytest.raises(BadInput) as refused:
-        Digits(partition=fractions)
-    assert str(refused.value).startswith(message)
-
-
 COMMANDS = {
     "too few": (["--trainer.devices", "4"], "3 fractions"),
     "one device": ([], "none on one device"),
@@ -143,9 +125,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_partition_that_does_not_fit_is_refused_in_one_line(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_partition_that_misfits_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, expected = COMMANDS[case]
     expected = expected.replace("3 fractions", "4 fractions, one for each device that trains")
     shares = ["--data.partition", "[0.7,0.2,0.1]", "--trainer.accelerator", "cpu"]
@@ -160,3 +140,61 @@ def test_the_comparison_of_strategies_takes_none(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         hardware.main(["--data.partition", "[0.5,0.5]", "--trainer.devices", "2", "--out", str(tmp_path / "out")])
     assert "--data.partition [0.5, 0.5]: expected none on one device" in capsys.readouterr().err
+
+
+def loader(data: Digits, rank: int = 0, replicas: int = 1) -> TrainLoader:
+    data._rank_and_replicas = lambda: (rank, replicas)  # type: ignore[method-assign]
+    return data.train_dataloader()
+
+
+def known(data: Digits) -> set[int]:
+    """Places of the samples whose labels an epoch shows."""
+    return {i for b in loader(data) for i, y in zip(b.index.tolist(), b.labels.tolist(), strict=True) if y != HIDDEN}
+
+
+@pytest.mark.parametrize("partition", [None, [0.7, 0.3, 0.0]])
+@pytest.mark.parametrize("labelled", [10, 75])
+def test_every_share_has_the_weight_of_the_global_batch(labelled: int, partition: list[float] | None) -> None:
+    data = digits(train_size=75, batch_size=8, labelled=labelled, partition=partition)
+    truth, seen = data.split("train").labels, 0
+    for shares in zip(*(loader(data, rank, 3) for rank in range(3)), strict=True):
+        count = sum(len(share.labels) for share in shares)
+        labels = torch.cat([share.labels for share in shares])
+        right = truth[torch.cat([share.index for share in shares])]
+        m = int((labels != HIDDEN).sum())
+        seen += m
+        assert all(share.label_weight == count / max(m, 1) for share in shares)
+        assert torch.equal(labels, right.where(labels != HIDDEN, HIDDEN))
+    assert seen == labelled
+
+
+def test_known_samples_are_balanced_nested_and_depend_on_the_datas_seed_alone() -> None:
+    few, more = (digits(labelled=n) for n in (23, 60))
+    assert known(few) < known(more)
+    counts = few.split("train").labels[sorted(known(few))].bincount()
+    assert sorted(counts.tolist()) == [2] * 7 + [3] * 3
+    again, other = digits(labelled=23, batch_size=5), digits(labelled=23, seed=1)
+    again.order_seed = 5
+    assert known(again) == known(few) != known(other)
+
+
+def test_the_option_changes_no_sample_and_hides_nothing_else() -> None:
+    plain, few = digits(validation_size=20), digits(validation_size=20, labelled=10)
+    for part in ("train", "validation", "test"):
+        for one, other in zip(plain.split(part), few.split(part), strict=True):
+            assert torch.equal(one, other)
+    loaders: Any = [(d.val_dataloader(), d.test_dataloader(), d.train_in_order()) for d in (plain, few)]
+    for mine, other in zip(*loaders, strict=True):
+        assert all(equal(*pair) for pair in zip(mine, other, strict=True))
+    few.hides_labels = False
+    assert all(equal(*pair) for pair in zip(loader(plain), loader(few), strict=True))
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("labelled", [-1, 0, 9, 102])
+def test_a_number_that_no_training_set_has_is_refused(labelled: int) -> None:
+    with pytest.raises(BadInput, match=rf"^data.labelled {labelled}: expected 10 to 101: "):
+        digits(labelled=labelled)

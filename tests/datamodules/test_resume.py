@@ -65,13 +65,8 @@ def fit(digits: Digits, callbacks: list[Callback], ckpt: Path | None = None, **o
     return module
 
 
-HOOKS = [
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-]
+MOMENTS = "train_batch_start", "train_batch_end", "validation_batch_end", "validation_end", "train_epoch_end"
+HOOKS = [f"on_{moment}" for moment in MOMENTS]
 OPTIONS: list[dict] = [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}, {"max_steps": 12}]
 # Lightning, with any loader, miscounts epochs when max_steps is given and it resumes from an epoch's end.
 CASES = [

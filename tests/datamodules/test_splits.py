@@ -1,5 +1,7 @@
 """Splits and subsets: by class, disjoint, a function of the data's seed alone; wrong sizes are refused in one line."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -159,44 +161,38 @@ def test_digits_have_a_fixed_stratified_split() -> None:
     assert (one.num_classes, one.name, one.class_names[3]) == (10, "Digits", "3")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "data.batch_size 0: expected a whole number of at least 1"),
-        ({"batch_size": 1.5}, "data.batch_size 1.5: expected a whole number of at least 1"),
-        ({"train_size": 0}, "data.train_size 0: expected a whole number of at least 1"),
-        ({"train_size": -4}, "data.train_size -4: expected a whole number"),
-        ({"test_size": 0}, "data.test_size 0: expected a whole number"),
-        ({"validation_size": -1}, "data.validation_size -1: expected a count"),
-        ({"validation_size": 1.0}, "data.validation_size 1.0: expected a count"),
-        ({"validation_size": -0.1}, "data.validation_size -0.1: expected a count"),
-        ({"validation_size": float("nan")}, "data.validation_size nan: expected a count"),
-        ({"subset": "random"}, "data.subset random: expected balanced or proportional"),
-    ],
-    ids=str,
-)
-def test_impossible_sizes_are_refused_when_constructed(options: dict, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        Digits(**options)
-    assert str(error.value).startswith(message)
+REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
+    (Digits, {"batch_size": 0}, "data.batch_size 0: expected a whole number of at least 1"),
+    (Digits, {"batch_size": 1.5}, "data.batch_size 1.5: expected a whole number of at least 1"),
+    (Digits, {"train_size": 0}, "data.train_size 0: expected a whole number of at least 1"),
+    (Digits, {"train_size": -4}, "data.train_size -4: expected a whole number"),
+    (Digits, {"test_size": 0}, "data.test_size 0: expected a whole number"),
+    (Digits, {"validation_size": -1}, "data.validation_size -1: expected a count"),
+    (Digits, {"validation_size": 1.0}, "data.validation_size 1.0: expected a count"),
+    (Digits, {"validation_size": -0.1}, "data.validation_size -0.1: expected a count"),
+    (Digits, {"validation_size": float("nan")}, "data.validation_size nan: expected a count"),
+    (Digits, {"subset": "random"}, "data.subset random: expected balanced or proportional"),
+    (Digits, {"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
+    (Digits, {"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
+    (Digits, {"mixup": 1.0, "labelled": 50}, "data.labelled 50: expected all labels, as --data.mixup and --data"),
+    (Digits, {"partition": [0.7, 0.2]}, "data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
+    (Digits, {"partition": [1.5, -0.5]}, "data.partition [1.5, -0.5]: expected fractions of at least 0"),
+    (Digits, {"partition": [float("nan"), 1.0]}, "data.partition [nan, 1.0]: expected fractions"),
+    (Digits, {"partition": []}, "data.partition []: expected fractions"),
+    (Numbered, {"train_size": 108, "validation_size": 0}, "data.train_size 108: expected at most 107 of the 107"),
+    (Numbered, {"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
+    (Numbered, {"train_size": 90, "validation_size": 20}, "data.train_size 90: expected at most 87 of the 107"),
+    (Numbered, {"validation_size": 104}, "data.validation_size 104: expected at most 103 of the 107 training"),
+    (Numbered, {"train_size": 4, "validation_size": 200}, "data.validation_size 200: expected at most 103 of the 107"),
+    (Numbered, {"train_size": 3}, "data.train_size 3: expected at least 4, one sample of each class"),
+    (Numbered, {"test_size": 108}, "data.test_size 108: expected at most 107"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_size": 108, "validation_size": 0}, "data.train_size 108: expected at most 107 of the 107"),
-        ({"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
-        ({"train_size": 90, "validation_size": 20}, "data.train_size 90: expected at most 87 of the 107"),
-        ({"validation_size": 104}, "data.validation_size 104: expected at most 103 of the 107 training samples, as"),
-        ({"train_size": 4, "validation_size": 200}, "data.validation_size 200: expected at most 103 of the 107"),
-        ({"train_size": 3}, "data.train_size 3: expected at least 4, one sample of each class"),
-        ({"test_size": 108}, "data.test_size 108: expected at most 107"),
-    ],
-    ids=str,
-)
-def test_sizes_beyond_the_data_are_refused_naming_the_largest(options: dict, message: str) -> None:
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED, ids=str)
+def test_options_that_no_set_has_are_refused_naming_the_largest(kind: Any, options: dict, message: str) -> None:
     with pytest.raises(BadInput) as error:
-        Numbered(**options).setup()
+        kind(**options).setup()
     assert str(error.value).startswith(message)
 
 

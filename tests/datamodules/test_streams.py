@@ -75,7 +75,7 @@ STREAMS = [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2),
 @pytest.mark.parametrize(
     ("cache", "workers"), mostly_slow(STREAMS, ("none", 0), ("none", 3), ("memory", 2), ("disk", 2))
 )
-def test_a_stream_trains_to_the_bits_of_memory(
+def test_it_trains_to_the_bits_of_memory(
     root: Path, in_memory: dict[str, torch.Tensor], cache: Any, workers: int | None
 ) -> None:
     data = folder(root, cache=cache, num_workers=workers)
@@ -121,9 +121,7 @@ def test_resumed_at_any_moment_it_ends_the_same(root: Path, in_memory: dict[str,
         assert_same(weights(resumed), whole)
 
 
-def test_what_does_not_fit_is_streamed_and_told(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_much_is_streamed(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
     data = folder(root, image_size=100)
     assert isinstance(data.split("test"), Streamed)
@@ -151,9 +149,7 @@ def test_a_damaged_image_stops_the_fit_by_its_path(damaged: Path, workers: int) 
 
 
 @pytest.mark.parametrize("cache", mostly_slow(["memory", "none"], "none"))
-def test_damaged_images_are_skipped_and_counted_on_request(
-    damaged: Path, cache: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_images_are_skipped_on_request(damaged: Path, cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
     data = folder(damaged, cache=cache, on_error="skip", num_workers=1)
     assert data.sizes == {"train": 58, "validation": 6, "test": 17}
     assert f"ImageFolder: skipped in {damaged}: 2 damaged\n" in capsys.readouterr().err
@@ -199,9 +195,7 @@ def same_nets(out: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
-    root: Path, whole: Path, tmp_path: Path, victim: str
-) -> None:
+def test_a_killed_study_goes_on_to_the_bits_of_memory(root: Path, whole: Path, tmp_path: Path, victim: str) -> None:
     out, streamed = tmp_path / "run", ["--data.cache", "none", "--data.num_workers", "1"]
     in_mid_epoch = kill_at(SafePoints, "on_train_batch_start", 6, after=True)
     killed = study(root, out, *streamed, before=kill_a_worker if victim == "worker" else in_mid_epoch)
@@ -218,9 +212,7 @@ def test_a_study_whose_processes_are_killed_goes_on_to_the_bits_of_memory(
     same_nets(out, whole)
 
 
-def test_damage_in_the_middle_of_an_epoch_costs_nothing_that_was_trained(
-    root: Path, copied: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_damage_in_mid_epoch_costs_nothing_trained(root: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
     out, victims = tmp_path / "run", sorted((copied / "train" / "dog").iterdir())
 
     def damage_later() -> None:

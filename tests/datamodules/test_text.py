@@ -109,34 +109,6 @@ def test_every_block_of_a_short_text_fits(characters: int, tmp_path: Path) -> No
         assert max(places) + 8 < tokens
 
 
-class Place:
-    training = True
-
-    def __init__(self, rank: int, replicas: int, behind: int) -> None:
-        self.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
-        self.strategy = type("Strategy", (), {"root_device": torch.device("cpu"), "exact": None})()
-        ready = type("Ready", (), {"ready": behind})()
-        progress = type("Progress", (), {"current": ready})()
-        self.fit_loop = type("Fit", (), {"epoch_loop": type("Epoch", (), {"batch_progress": progress})()})()
-
-
-@pytest.mark.parametrize("replicas", [2, 3, 5])
-def test_ranks_have_slices_of_one_global_batch(replicas: int, tmp_path: Path) -> None:
-    alone, ranks = text(tmp_path), []
-    for rank in range(replicas):
-        data = text(tmp_path)
-        data.trainer = Place(rank, replicas, 2)  # in mid-epoch: two batches are behind
-        loader = data.train_dataloader()
-        loader.sampler.set_epoch(3)
-        ranks.append(list(loader))
-    loader = alone.train_dataloader()
-    loader.sampler.set_epoch(3)
-    for whole, *parts in zip(list(loader)[2:], *ranks, strict=True):
-        for name in ("inputs", "labels", "index", "rows"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
-        assert {(part.count, part.step) for part in parts} == {(whole.count, whole.step)}
-
-
 def test_characters_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("naïve €uro 漢字 " * 20)
@@ -196,11 +168,7 @@ def test_tiny_shakespeare_is_split_as_is_the_custom(data_root: Path) -> None:
 BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "absent": (None, {}, "data.path {path}: expected a file of text (No such file"),
     "empty": (b"", {}, "data.path {path}: expected a file of text; this one is empty"),
-    "undecodable": (
-        b"abc\xff" * 50,
-        {},
-        "data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
-    ),
+    "undecodable": (b"abc\xff" * 50, {}, "data.path {path}: expected text in UTF-8; byte 3 is not. --data.voc"),
     "short": (b"abcd" * 20, {}, "data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
     "no block": (b"abcd" * 90, {"block_size": 0}, "data.block_size 0: expected a whole number of tokens, at least 1"),
     "half a block": (b"abcd" * 90, {"block_size": 8.5}, "data.block_size 8.5: expected a whole number of tokens"),

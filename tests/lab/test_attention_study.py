@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,8 @@ from experiments import attention
 from lab.studies.attention import Bench, Case, measure
 from lab.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
-from tests.commands import left_by_overwriting, refused_elsewhere, results
-from tests.launching import until
-from tests.processes import Run
+from tests.commands import left_by_overwriting, results
+from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,22 +25,19 @@ CPU = torch.device("cpu")
 NO_COMPILER = shutil.which("g++") is None
 
 
-def rows(out: Path) -> dict[str, Any]:
-    return {row["name"]: row for row in results(out)["rows"]}
+run = run_of(attention, *QUICK, "--parts", "kernels")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("attention") / "run"
-    attention.main([*QUICK, "--parts", "kernels", "--out", str(out)])
-    return out
+class TestStudy(StudyTests):
+    script, bench, keys = attention, Bench, frozenset({"peak"})
+    pictures = ("kernels.png",)
+    elsewhere = ({"cpu": "Another", "threads": 2}, {"gpus": ["Another"], "device": "cuda"})
+    other = ("--heads", "4", "2, as the run in")
 
 
-def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
+def test_rows_are_all_kernels_and_products(run: Path) -> None:
     found = results(run)
-    assert set(found) == {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows", "peak"}
-    assert (found["experiment"], found["hardware"]["device"], found["hardware"]["threads"]) == ("attention", "cpu", 1)
+    assert (found["hardware"]["device"], found["hardware"]["threads"]) == ("cpu", 1)
     before, *measured, after = found["rows"]
     assert [row["name"] for row in (before, after)] == [
         "matmul: float32, before kernels", "matmul: float32, at the end",
@@ -72,9 +67,6 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     for row in measured:
         assert (f"| {row['name']} |" in page) == (row["refused"] is None)
     assert "Not run: kernels: efficient and kernels: cudnn in float32, 8 rows: No viable backend" in page
-    for name in ("config.yaml", "environment.json", "kernels.png"):
-        assert (run / name).stat().st_size > 0
-    assert not left_by_overwriting(run, tmp_path)
 
 
 def counted(row: dict[str, Any]) -> float:
@@ -88,13 +80,6 @@ def counted(row: dict[str, Any]) -> float:
     pairs = sum(length**2 for length in lengths) / (2 if row["causal"] else 1)
     projections = 4 * 2 * sum(lengths) * width**2 if row["block"] else 0
     return pairs * width * 2 * 2 * (3.5 if row["backward"] else 1) + projections * (3 if row["backward"] else 1)
-
-
-@pytest.mark.parametrize("changes", [{"cpu": "Another", "threads": 2}, {"gpus": ["Another"], "device": "cuda"}])
-def test_a_run_that_was_measured_elsewhere_does_not_go_on(
-    changes: dict[str, Any], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused_elsewhere(attention.main, run, changes, tmp_path, capsys)
 
 
 def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,19 +106,6 @@ def test_the_peak_is_the_best_of_all_products(tmp_path: Path, monkeypatch: pytes
     assert found["peak"]["tflops_per_second"] == {"float32": 5}
     assert all(row["share_of_peak"] == row["tflops_per_second"] / 5 for row in found["rows"])
     assert "5.00 in float32 (4 x 4, the best of 3 from 2.00 on)" in (tmp_path / "results.md").read_text()
-
-
-def test_what_is_measured_is_not_measured_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results(run)["rows"]
-    monkeypatch.setattr(Bench, "measure", None)
-    attention.main(["--out", str(run), "--resume", "true"])
-    assert results(run)["rows"] == before
-    with pytest.raises(SystemExit) as stop:
-        attention.main(["--out", str(run), "--resume", "true", "--heads", "4"])
-    assert stop.value.code == 2
-    assert "--heads 4: expected 2, as the run in" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -256,10 +228,5 @@ def slow(flags: list[str]) -> None:
 
 
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run = Run(slow, [*ONLY, "--out", str(out)], log=tmp_path / "log")
-    until(lambda: (out / "results.json").exists() and len(rows(out)) == 2, run)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT, run.output
-    assert "--resume true" in run.output
-    assert set(rows(out)) == {"matmul: float32, before kernels", "kernels: auto, float32, 4 x 16, forward"}
+    kept = {"matmul: float32, before kernels", "kernels: auto, float32, 4 x 16, forward"}
+    ends_by_a_signal(slow, ONLY, tmp_path, kept)

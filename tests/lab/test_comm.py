@@ -1,7 +1,6 @@
 """The study of communication: what it measures and checks, what it refuses and what it keeps."""
 
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Case, all_cases
 from lab.studies.comm.operations import OPERATIONS, Member
 from lab.studies.comm.report import all_rows, binary_size, picture, table
-from tests.commands import left_by_overwriting, refused_elsewhere, results
-from tests.launching import until
-from tests.processes import Run
-from tests.ranks import ranks
+from tests.commands import results
+from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,44 +36,26 @@ BUS = {  # as nccl-tests' PERFORMANCE.md has it
 }  # fmt: skip
 
 
-def rows(out: Path) -> dict[str, Any]:
-    return {row["name"]: row for row in results(out)["rows"]}
+run = run_of(comm, *QUICK, "--sizes", "1024")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("comm") / "run"
-    comm.main([*QUICK, "--sizes", "1024", "--out", str(out)])
-    return out
+class TestStudy(StudyTests):
+    script, bench = comm, Bench
+    elsewhere = ({"cores": 1000, "gpus": ["GPU"]},)
+    other = ("--trainer.devices", "2", "3, as the rows in")
 
 
-def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
-    found = results(run)
-    assert set(found) == {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
-    assert found["experiment"] == "comm"
-    assert {(row["operation"], row["group"]) for row in found["rows"] if row["backend"] == "gloo"} == {
+def test_rows_are_all_operations_on_all_backends(run: Path) -> None:
+    found = results(run)["rows"]
+    assert {(row["operation"], row["group"]) for row in found if row["backend"] == "gloo"} == {
         (name, group) for name in [*BUS, "barrier"] for group in ("world", "sub-group")
     }
-    kinds = {backend: [row["operation"] for row in found["rows"] if row["backend"] == backend] for backend in RINGS}
+    kinds = {name: [row["operation"] for row in found if row["backend"] == name] for name in ("ring", "ring_unchunked")}
     assert set(kinds["ring"]) == set(OPERATIONS)
     assert set(kinds["ring_unchunked"]) == {name for name in OPERATIONS if name.startswith("all_reduce")}
-    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
-        assert (run / name).stat().st_size > 0
-    assert "comm.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
     page = (run / "results.md").read_text()
     assert all(f"| {name} | {group} | {backend} |" in page
                for backend in kinds for name in kinds[backend] for group in ("world", "sub-group"))  # fmt: skip
-    assert not left_by_overwriting(run, tmp_path)
-
-
-def test_a_run_that_was_measured_elsewhere_does_not_go_on(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused_elsewhere(comm.main, run, {"cores": 1000, "gpus": ["GPU"]}, tmp_path, capsys)
-
-
-RINGS = ("ring", "ring_unchunked")
 
 
 def test_rows_have_the_figures_that_nccl_tests_define(run: Path) -> None:
@@ -112,23 +92,6 @@ def test_rows_for_more_cases_join_those_that_are_measured(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         comm.main(["--out", str(tmp_path), "--resume", "true", "--sizes", "64"])
     assert "--sizes 64: expected [64, 1024] or more, as the run in" in capsys.readouterr().err
-
-
-def test_what_is_measured_is_not_measured_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results(run)["rows"]
-    monkeypatch.setattr(Bench, "measure", None)
-    comm.main(["--out", str(run), "--resume", "true"])
-    assert results(run)["rows"] == before
-    with pytest.raises(SystemExit) as stop:
-        comm.main(["--out", str(run), "--resume", "true", "--trainer.devices", "2"])
-    assert stop.value.code == 2
-    assert "--trainer.devices 2: expected 3, as the rows in" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        comm.main([*QUICK, "--out", str(run)])
-    assert "--resume true, --overwrite true" in capsys.readouterr().err
-    assert results(run)["rows"] == before
 
 
 # What goes wrong
@@ -189,19 +152,15 @@ def slow(flags: list[str]) -> None:
 
 
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run = Run(slow, [*ONLY, "--only", "scatter", "gather", "--out", str(out)], log=tmp_path / "log")
-    until(lambda: (out / "results.json").exists() and len(rows(out)) == 2, run)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT, run.output
-    assert "--resume true" in run.output
-    assert set(rows(out)) == {"gloo scatter, world, 64 B", "gloo scatter, sub-group, 64 B"}
+    kept = {"gloo scatter, world, 64 B", "gloo scatter, sub-group, 64 B"}
+    ends_by_a_signal(slow, [*ONLY, "--only", "scatter", "gather"], tmp_path, kept)
 
 
 # Its parts
 
 
-def every_case_is_correct_and_can_be_wrong() -> None:
+@in_ranks(3)
+def test_a_wrong_number_would_be_seen() -> None:
     group = dist.new_group([1, 2])
     for members, torchs in (((0, 1, 2), dist.group.WORLD), ((1, 2), group)):
         if dist.get_rank() not in members:
@@ -214,10 +173,6 @@ def every_case_is_correct_and_can_be_wrong() -> None:
             if operation.receives(member):
                 y[-1] += 1
                 assert not operation.is_correct(member, x, y), name
-
-
-def test_a_wrong_number_would_be_seen() -> None:
-    ranks(3, every_case_is_correct_and_can_be_wrong)
 
 
 def test_rows_of_any_number_of_ranks() -> None:

@@ -1,7 +1,6 @@
 """The comparison of strategies: what it measures, what it refuses, and that no row costs another."""
 
 import os
-import signal
 import socket
 import time
 from pathlib import Path
@@ -24,14 +23,12 @@ from lab.studies.isolation import call_isolated
 from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
-from tests.commands import left_by_overwriting, refused_elsewhere, results
-from tests.launching import until
-from tests.processes import Run
+from tests.commands import results
+from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
 from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
 LIGHT = [*QUICK, "--net", "LightNN"]
-KEYS = {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "strategy", "devices", "exact", "images_per_second", "speedup", "state_bytes_per_rank", "bytes_sent_per_step",
     "first_difference", "max_difference", "peak_memory_per_rank", "hidden_share", "step_ms", "threads_per_rank",
@@ -41,23 +38,18 @@ LITTLE = 3_000  # bytes a step of Lightning's flags and of logged means
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def rows(out: Path) -> dict[str, Any]:
-    return {row["strategy"]: row for row in results(out)["rows"]}
+STRATEGIES = ["ddp", "ddp_zero1", "fsdp", "local_sgd", "ddp_fp16", "ddp-exact", "ddp_zero1-exact"]
+run = run_of(hardware, *QUICK, "--trainer.devices", "2", "--exact", "3", "--only", *STRATEGIES)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("hardware") / "run"
-    only = ["ddp", "ddp_zero1", "fsdp", "local_sgd", "ddp_fp16", "ddp-exact", "ddp_zero1-exact"]
-    hardware.main([*QUICK, "--trainer.devices", "2", "--exact", "3", "--only", *only, "--out", str(out)])
-    return out
+class TestStudy(StudyTests):
+    script, bench = hardware, Bench
+    elsewhere = ({"threads": 7},)
+    other = ("--trainer.devices", "3", "2, as the rows in")
 
 
-def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
-    found = results(two)
-    assert set(found) == KEYS
-    assert found["experiment"] == "hardware"
+def test_rows_are_what_was_asked_for(run: Path) -> None:
+    found = results(run)
     assert found["hardware"]["cores"] == os.cpu_count()
     assert torch.__version__.startswith(found["versions"]["torch"])
     assert found["config"]["trainer"]["devices"] == 2
@@ -71,22 +63,12 @@ def test_a_run_leaves_what_the_issue_names(two: Path, tmp_path: Path) -> None:
         assert row["images_per_second"] == pytest.approx(8 / row["step_ms"] * 1e3)
         assert row["speedup"] == pytest.approx(row["images_per_second"] / found["rows"][0]["images_per_second"])
         assert row["threads_per_rank"] == 1
-    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png"):
-        assert (two / name).stat().st_size > 0
-    assert "hardware.py " in (two / "report.html").read_text().partition("The command that repeats it")[2]
-    page = (two / "results.md").read_text()
+    page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
-    assert not left_by_overwriting(two, tmp_path)
 
 
-def test_a_run_that_was_measured_elsewhere_does_not_go_on(
-    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused_elsewhere(hardware.main, two, {"threads": 7}, tmp_path, capsys)
-
-
-def test_state_is_what_a_rank_holds(two: Path) -> None:
-    found = {name: row["state_bytes_per_rank"] for name, row in rows(two).items()}
+def test_state_is_what_a_rank_holds(run: Path) -> None:
+    found = {name: row["state_bytes_per_rank"] for name, row in rows(run).items()}
     whole = 4 * DEEP  # parameters, gradients, Adam's two moments; its step counts are 4 bytes a parameter tensor
     assert found["single"] == [whole + 12 * 4]
     for name in ("ddp", "local_sgd", "ddp_fp16", "ddp-exact"):
@@ -96,12 +78,12 @@ def test_state_is_what_a_rank_holds(two: Path) -> None:
     assert sum(found["ddp_zero1"]) == 2 * 2 * DEEP + 2 * DEEP + 12 * 4
     assert max(found["ddp_zero1"]) < 0.8 * whole
     assert found["ddp_zero1-exact"] == found["ddp_zero1"]
-    for name, row in rows(two).items():
+    for name, row in rows(run).items():
         assert all(peak > min(found[name]) / 2 for peak in row["peak_memory_per_rank"]), name
 
 
-def test_bytes_are_those_that_were_sent(two: Path) -> None:
-    found = {name: row["bytes_sent_per_step"] for name, row in rows(two).items()}
+def test_bytes_are_those_that_were_sent(run: Path) -> None:
+    found = {name: row["bytes_sent_per_step"] for name, row in rows(run).items()}
     assert found["single"] == 0
     assert found["ddp"] == pytest.approx(DEEP, abs=LITTLE)  # 2 (n - 1) / n of the gradients
     assert found["ddp_fp16"] == pytest.approx(DEEP / 2, abs=LITTLE)
@@ -110,9 +92,9 @@ def test_bytes_are_those_that_were_sent(two: Path) -> None:
     assert found["ddp_zero1"] == pytest.approx(1.5 * DEEP, rel=0.02)  # and half of the parameters from each rank
 
 
-def test_differences_tell_the_exact_from_the_rest(two: Path) -> None:
+def test_differences_tell_the_exact_from_the_rest(run: Path) -> None:
     for key in ("first_difference", "max_difference"):
-        found = {name: row[key] for name, row in rows(two).items()}
+        found = {name: row[key] for name, row in rows(run).items()}
         assert found["single"] == found["ddp-exact"] == found["ddp_zero1-exact"] == 0
         for name in ("ddp", "ddp_zero1", "fsdp"):
             assert found[name] <= 1e-9, name
@@ -120,8 +102,8 @@ def test_differences_tell_the_exact_from_the_rest(two: Path) -> None:
             assert 1e-6 < found[name] < 1, name
 
 
-def test_shares_are_shares(two: Path) -> None:
-    for name, row in rows(two).items():
+def test_shares_are_shares(run: Path) -> None:
+    for name, row in rows(run).items():
         assert row["hidden_share"] is None if name == "single" else 0 <= row["hidden_share"] <= 1, name
 
 
@@ -148,27 +130,6 @@ def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["max_difference"] <= 1e-12 for row in found.values())
     assert found["ddp-exact"] == {**found["ddp-exact"], "exact": 8, "max_difference": 0}
     assert "0 bits" in capsys.readouterr().out
-
-
-def test_a_folder_with_a_run_is_refused(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (two / "results.json").read_bytes()
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*QUICK, "--out", str(two)])
-    assert stop.value.code == 2
-    assert "--resume true, --overwrite true" in capsys.readouterr().err
-    assert (two / "results.json").read_bytes() == before
-
-
-def test_what_is_measured_is_not_measured_again(
-    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results(two)["rows"]
-    monkeypatch.setattr(Bench, "measure", None)
-    hardware.main(["--out", str(two), "--resume", "true"])
-    assert results(two)["rows"] == before
-    with pytest.raises(SystemExit):
-        hardware.main(["--out", str(two), "--resume", "true", "--trainer.devices", "3"])
-    assert "--trainer.devices 3: expected 2, as the rows in" in capsys.readouterr().err
 
 
 class Dies(DDP):
@@ -201,14 +162,8 @@ def test_a_net_that_cannot_be_trained_ends_the_run(tmp_path: Path, capsys: pytes
 
 
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    flags = [*LIGHT, "--trainer.devices", "2", "--only", "ddp", "ddp_zero1", "--steps", "100000", "--out", str(out)]
-    run = Run(_slow_after_single, flags, log=tmp_path / "log")
-    until(lambda: run.log.exists() and "in the second row" in run.output, run)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT, run.output
-    assert "--resume true" in run.output
-    assert set(rows(out)) == {"single"}
+    flags = [*LIGHT, "--trainer.devices", "2", "--only", "ddp", "ddp_zero1", "--steps", "100000"]
+    ends_by_a_signal(_slow_after_single, flags, tmp_path, {"single"}, prints="in the second row")
 
 
 def _slow_after_single(flags: list[str]) -> None:

@@ -19,35 +19,15 @@ from harness import cli
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, DataParallel
+from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.processes import Run, launch
-from tests.strategies.test_strategies import OPTIONS, STEPS, Gathered, alone, outcome, state_bytes
-from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
-
-CLIPPED = OPTIONS["accumulated and clipped"]
+from tests.strategies.test_strategies import state_bytes
+from tests.training import assert_same, classifier, digits, fit, trainer, weights
 
 
 def server(**options: Any) -> ParamServer:
     return ParamServer(timeout=60, **options)
-
-
-@pytest.mark.parametrize(
-    ("run", "devices", "options"),
-    [
-        ("students", 1, {}),
-        pytest.param("students", 2, CLIPPED, marks=pytest.mark.slow),
-        pytest.param("students", 3, {}, marks=pytest.mark.slow),
-        pytest.param("students", 8, {}, marks=pytest.mark.slow),
-        pytest.param("teacher", 3, CLIPPED, marks=pytest.mark.slow),
-        pytest.param("resnet8", 3, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_float64_agrees_with_one_process(run: str, devices: int, options: dict[str, Any], tmp_path: Path) -> None:
-    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
-    assert len(losses) == 20
-    theirs, other = outcome(run, devices, tmp_path, strategy=server(), **options)
-    assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-    assert_same(ended, other, atol=1e-9)
 
 
 class Plain(LightningModule):
@@ -90,20 +70,10 @@ def test_anyones_module_trains_as_under_ddp_on_the_workers_alone() -> None:
     assert_same(ended(server(), 3), ended(DDP(timeout=60), 2), atol=1e-12)
 
 
-def test_each_sample_is_validated_once_on_all_ranks(tmp_path: Path) -> None:
-    found = {}
-    for devices in (1, 3):
-        logger = LinesLogger(tmp_path / str(devices))
-        options = STEPS | {"strategy": server(), "logger": logger, "max_steps": 6}
-        fit(classifier(), digits(validation_size=50), devices, **options)
-        found[devices] = logger.values("val/acc")
-    assert found[1] == found[3] != []
-
-
 def test_only_the_server_has_the_optimizers_state(tmp_path: Path) -> None:
-    told = Gathered(tmp_path / "bytes", state_bytes)
+    told = Notes(tmp_path / "bytes", state_bytes, "on_train_batch_end")
     module = fit(classifier(), digits(), 3, strategy=server(), callbacks=[told], max_epochs=1)
-    assert told.lines()[-1] == [0.0, 0.0, 8.0 * sum(p.numel() for p in module.parameters())]
+    assert [steps[-1] for steps in told.of_ranks()] == [0, 0, 8 * sum(p.numel() for p in module.parameters())]
 
 
 class Late(Callback):
@@ -159,10 +129,10 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(at: At, log: Path, **options: Any) -> Run:
+def start(strategy: DataParallel, log: Path, module: Callable[[], Any] = classifier, **options: Any) -> Run:
     def main() -> None:
         with cli.one_line_errors():
-            fit(classifier(), digits(), 3, callbacks=[at], max_epochs=3, strategy=ParamServer(timeout=100, **options))
+            fit(module(), digits(), 3, max_epochs=3, strategy=strategy, **options)
 
     return Run(main, log=log)
 
@@ -170,7 +140,7 @@ def start(at: At, log: Path, **options: Any) -> Run:
 @pytest.mark.parametrize("rank", mostly_slow([0, 1, 2], 1))
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
-    run = start(At(rank, does), tmp_path / "log")
+    run = start(ParamServer(timeout=100), tmp_path / "log", callbacks=[At(rank, does)])
     assert run.wait(30) != 0
     told = "LookupError: a bug in a step" if does is bug else f"rank {rank} was killed by SIGKILL"
     assert told in run.output

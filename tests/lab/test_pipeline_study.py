@@ -3,8 +3,6 @@
 import copy
 import itertools
 import json
-import os
-import signal
 import statistics
 from argparse import Namespace
 from functools import partial
@@ -21,37 +19,31 @@ from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from lab.studies.pipeline.cases import bubble_bound
 from lab.studies.pipeline.measure import Event
 from lab.studies.pipeline.report import idle_share, table
-from tests.commands import left_by_overwriting, refused_elsewhere, results
-from tests.launching import until
-from tests.processes import Run
+from tests.commands import results
+from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
 from tests.training import trainer
 
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
 QUICK = ["--quick", "true", *NET]
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-KEYS = {"format", "experiment", "hardware", "versions", "commits", "config", "free", "rows"}
 COLUMNS = {
     "name", "schedule", "num_microbatches", "seconds_per_step", "speedup", "bubble_bound", "share_of_bound",
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def rows(out: Path) -> dict[str, Any]:
-    return {row["name"]: row for row in results(out)["rows"]}
+run = run_of(pipeline, *QUICK)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("pipeline") / "run"
-    pipeline.main([*QUICK, "--out", str(out)])
-    return out
+class TestStudy(StudyTests):
+    script, bench = pipeline, Bench
+    pictures = ("results.png", "timeline.png")
+    elsewhere = ({"cpu": "Another"},)
+    other = ("--trainer.devices", "3", "2, as the rows in")
 
 
-def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
+def test_rows_are_one_device_splits_and_all_schedules(run: Path) -> None:
     found = results(run)
-    assert set(found) == KEYS
-    assert found["experiment"] == "pipeline"
     assert found["config"]["split_sizes"] == [2, 4]
     names = [row["name"] for row in found["rows"]]
     assert names[:7] == [
@@ -63,19 +55,9 @@ def test_a_run_leaves_what_the_issue_names(run: Path, tmp_path: Path) -> None:
     for schedule in SCHEDULES:
         size = "2" if schedule == "DualPipeV" else best  # it needs four micro-batches
         assert f"{schedule} by time, split size {size}" in names
-    for name in ("config.yaml", "environment.json", "report.html", "results.md", "results.png", "timeline.png"):
-        assert (run / name).stat().st_size > 0
-    assert "pipeline.py " in (run / "report.html").read_text().partition("The command that repeats it")[2]
     page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
     assert all(figure in page for figure in ("3.75", "4.02", "2.51", "2.43"))
-    assert not left_by_overwriting(run, tmp_path)
-
-
-def test_a_run_that_was_measured_elsewhere_does_not_go_on(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused_elsewhere(pipeline.main, run, {"cpu": "Another"}, tmp_path, capsys)
 
 
 def test_rows_have_the_figures_that_their_seconds_give(run: Path) -> None:
@@ -141,23 +123,6 @@ def test_it_ends_with_what_to_take(run: Path) -> None:
     assert "By time the stages of" in text
 
 
-def test_what_is_measured_is_not_measured_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results(run)["rows"]
-    monkeypatch.setattr(Bench, "measure", None)
-    pipeline.main(["--out", str(run), "--resume", "true"])
-    assert results(run)["rows"] == before
-    with pytest.raises(SystemExit) as stop:
-        pipeline.main(["--out", str(run), "--resume", "true", "--trainer.devices", "3"])
-    assert stop.value.code == 2
-    assert "--trainer.devices 3: expected 2, as the rows in" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        pipeline.main([*QUICK, "--out", str(run)])
-    assert "--resume true, --overwrite true" in capsys.readouterr().err
-    assert results(run)["rows"] == before
-
-
 def test_a_row_that_fails_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,14 +141,8 @@ def test_a_row_that_fails_costs_no_other(
 
 
 def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    flags = [*QUICK, "--split_sizes", "4", "--out", str(out)]
-    run = Run(_slow_when_split, flags, log=tmp_path / "log")
-    until(lambda: run.log.exists() and "in the pipeline" in run.output, run)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT, run.output
-    assert "--resume true" in run.output
-    assert set(rows(out)) == {"one device", "one device, split size 4"}
+    kept = {"one device", "one device, split size 4"}
+    ends_by_a_signal(_slow_when_split, [*QUICK, "--split_sizes", "4"], tmp_path, kept, prints="in the pipeline")
 
 
 def _slow_when_split(flags: list[str]) -> None:

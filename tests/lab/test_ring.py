@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.strategies.ring import algorithms
 from lab.strategies.ring.algorithms import TAG
 from tests.grids import mostly_slow
-from tests.ranks import ranks
+from tests.ranks import in_ranks
 
 SIZES = (1, 7, 24, 200)
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
@@ -36,7 +36,8 @@ def all_reduced(op: Any, x: Tensor) -> Callable[[Any], Tensor]:
     return collective
 
 
-def every_reduction() -> None:
+@in_ranks(*mostly_slow([1, 2, 3, 8], 1, 3))
+def test_reductions_are_gloos() -> None:
     algorithms.PIECE = 16  # bytes: so that small tensors travel in many pieces
     gloo = dist.new_group(backend="gloo")
     for name, op in OPS.items():
@@ -54,11 +55,6 @@ def every_reduction() -> None:
     dist.all_reduce(torch.empty(0))
 
 
-@pytest.mark.parametrize("size", mostly_slow([1, 2, 3, 8], 1, 3))
-def test_reductions_are_gloos(size: int) -> None:
-    ranks(size, every_reduction)
-
-
 def objects(n: int, rank: int, group: Any) -> list[Any]:
     found: list[Any] = [None] * n
     dist.all_gather_object(found, {"rank": rank}, group)
@@ -67,7 +63,8 @@ def objects(n: int, rank: int, group: Any) -> list[Any]:
     return [*found, *told]
 
 
-def every_collective() -> None:
+@in_ranks(*mostly_slow([1, 2, 3, 8], 1, 3))
+def test_collectives_are_gloos() -> None:
     algorithms.PIECE = 16
     n, rank = dist.get_world_size(), dist.get_rank()
     gloo = dist.new_group(backend="gloo")
@@ -143,15 +140,11 @@ def collectives(n: int, rank: int, size: int, dtype: torch.dtype) -> list[Callab
     return found if dtype == torch.bool else [*found, reduce, reduce_scatter]
 
 
-@pytest.mark.parametrize("size", mostly_slow([1, 2, 3, 8], 1, 3))
-def test_collectives_are_gloos(size: int) -> None:
-    ranks(size, every_collective)
-
-
 # How tensors may lie
 
 
-def any_tensor() -> None:
+@in_ranks(3)
+def test_tensors_lie_as_they_like() -> None:
     n, total = dist.get_world_size(), sum(range(1, dist.get_world_size() + 1))
     mine = torch.full((4, 3), float(dist.get_rank() + 1))
     whole = torch.zeros(4, 6)
@@ -174,14 +167,11 @@ def any_tensor() -> None:
     dist.all_reduce(torch.zeros(0))
 
 
-def test_tensors_lie_as_they_like() -> None:
-    ranks(3, any_tensor)
-
-
 # Messages
 
 
-def messages() -> None:
+@in_ranks(3)
+def test_messages_and_collectives_do_not_meet() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % n, (rank - 1) % n
     x, y = torch.full((3,), float(rank)), torch.zeros(3)
@@ -211,14 +201,11 @@ def messages() -> None:
         dist.send(x, after, tag=TAG)
 
 
-def test_messages_and_collectives_do_not_meet() -> None:
-    ranks(3, messages)
-
-
 # Calls that don't wait
 
 
-def calls_that_do_not_wait() -> None:
+@in_ranks(2)
+def test_calls_that_do_not_wait_keep_their_order() -> None:
     n = dist.get_world_size()
     xs = [torch.full((5,), float(i)) for i in range(4)]
     works = [dist.all_reduce(x, async_op=True) for x in xs]
@@ -247,14 +234,11 @@ def calls_that_do_not_wait() -> None:
     assert [float(other[0]) for other in others] == list(range(n))
 
 
-def test_calls_that_do_not_wait_keep_their_order() -> None:
-    ranks(2, calls_that_do_not_wait)
-
-
 # Groups
 
 
-def groups() -> None:
+@in_ranks(3, backend="gloo")
+def test_a_group_of_some_ranks() -> None:
     rank = dist.get_rank()
     assert dist.get_backend() == "gloo"
     some = dist.new_group([0, 2], backend="ring")
@@ -276,7 +260,3 @@ def groups() -> None:
         assert y.item() == 7
     dist.barrier(some)
     dist.destroy_process_group(some)
-
-
-def test_a_group_of_some_ranks() -> None:
-    ranks(3, groups, backend="gloo")

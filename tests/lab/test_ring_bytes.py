@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.strategies.ring import algorithms
 from lab.strategies.ring.algorithms import Links
-from tests.ranks import ranks
+from tests.ranks import in_ranks
 
 
 class Mute:
@@ -70,7 +70,8 @@ def test_a_rank_sends_what_the_algorithm_says(n: int, size: int) -> None:
     assert set(by_rank(algorithms.barrier)) == {(n - 1).bit_length()}
 
 
-def bytes_on_the_group() -> None:
+@in_ranks(3)
+def test_a_group_sends_so_many_bytes() -> None:
     group: Any = dist.group.WORLD
     before, x = group.links.sent, torch.ones(3_000_000)
     dist.all_reduce(x)
@@ -81,11 +82,8 @@ def bytes_on_the_group() -> None:
     assert (x == 9).all()
 
 
-def test_a_group_sends_so_many_bytes() -> None:
-    ranks(3, bytes_on_the_group)
-
-
-def profiled() -> None:
+@in_ranks(2)
+def test_a_profile_shows_its_collectives() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         time.sleep(0.05 * dist.get_rank())  # which rank 0 waits for
@@ -94,7 +92,3 @@ def profiled() -> None:
     spans = {event.name: event.time_range.elapsed_us() for event in profile.events()}
     assert spans["ring:all_reduce"] > 0
     assert "ring:barrier" in spans
-
-
-def test_a_profile_shows_its_collectives() -> None:
-    ranks(2, profiled)

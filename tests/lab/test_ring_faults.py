@@ -15,10 +15,11 @@ from lab.strategies import ring
 from lab.strategies.ring.queue import Collective, Queue
 from strategies.base import missing_ranks
 from tests import waiting
-from tests.ranks import ranks
+from tests.ranks import in_ranks, ranks
 
 
-def late() -> None:
+@in_ranks(2, timeout=1)
+def test_a_rank_that_is_late_is_waited_for_as_long_as_was_said() -> None:
     if dist.get_rank() == 1:
         time.sleep(3)
         os._exit(0)
@@ -29,10 +30,6 @@ def late() -> None:
     with pytest.raises(RuntimeError):  # as with gloo's own, there is no going on
         dist.all_reduce(torch.ones(3))
     os._exit(0)
-
-
-def test_a_rank_that_is_late_is_waited_for_as_long_as_was_said() -> None:
-    ranks(2, late, timeout=1)
 
 
 def gone(log: Path) -> None:
@@ -54,7 +51,8 @@ def test_a_rank_that_has_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
     assert missing_ranks.SIGNS.search((tmp_path / "log").read_text())
 
 
-def refusals() -> None:
+@in_ranks(1, 2)
+def test_what_it_can_not_do_is_said() -> None:
     with pytest.raises(ValueError, match=r"expected dense tensors on a CPU for all_reduce, got torch.strided on meta"):
         dist.all_reduce(torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match="expected one of the operations SUM, AVG"):
@@ -79,11 +77,6 @@ def refusals() -> None:
         dist.all_reduce(torch.arange(3), dist.ReduceOp.AVG)
     dist.all_reduce(large)  # nothing of what was refused is under way
     assert torch.equal(large, n * torch.arange(1e6))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_it_can_not_do_is_said(size: int) -> None:
-    ranks(size, refusals)
 
 
 def test_importing_registers_nothing_and_registering_twice_is_once() -> None:

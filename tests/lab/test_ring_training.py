@@ -12,52 +12,46 @@ from torch import Tensor, nn
 from lab.strategies import AllReduce, DDPRing
 from lab.strategies.allreduce import Buckets
 from strategies import DDP, DataParallel
-from tests.ranks import ranks
-from tests.strategies.test_strategies import OPTIONS, Gathered, outcome
-from tests.training import assert_same, classifier, digits, fit, trainer, weights
+from tests.callbacks import Notes
+from tests.ranks import in_ranks
+from tests.strategies.test_strategies import OPTIONS, alone, trained
+from tests.training import assert_agree, assert_same, classifier, digits, fit, trainer, weights
 
 CLIPPED = OPTIONS["accumulated and clipped"]
-
-
-def ended(strategy: DataParallel, devices: int, path: Path, run: str = "students", **options: Any) -> Any:
-    return outcome(run, devices, path, strategy=strategy, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
-    losses, right = ended(DDP(timeout=60), devices, tmp_path, **CLIPPED)
-    _, around = ended(DDPRing(timeout=60), devices, tmp_path, **CLIPPED)
-    assert_same(around, right)  # to the bit: its sums have the order of gloo's
-    theirs, by_hand = ended(AllReduce(timeout=60), devices, tmp_path, **CLIPPED)
-    assert theirs == pytest.approx(losses, abs=1e-12, rel=0)
-    assert_same(by_hand, right, atol=1e-12)
+    ddp, around, by_hand = (
+        trained("students", devices, tmp_path, strategy=strategy(timeout=60), **CLIPPED)
+        for strategy in (DDP, DDPRing, AllReduce)
+    )
+    assert_same(around[1], ddp[1])  # to the bit: its sums have the order of gloo's
+    assert_agree(ddp, by_hand, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_eight_processes_agree_with_one(tmp_path: Path) -> None:
-    losses, right = ended(DDP(timeout=60), 1, tmp_path)
-    for strategy in (DDPRing(timeout=60), AllReduce(timeout=60, process_group_backend="gloo")):
-        theirs, other = ended(strategy, 8, tmp_path)
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(other, right, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_batch_norm_over_the_global_batch_agrees(tmp_path: Path) -> None:
-    losses, right = ended(DDP(timeout=60), 1, tmp_path, "resnet8")
-    for strategy in (DDPRing(timeout=60, find_unused_parameters=True), AllReduce(timeout=60, bucket_cap_mb=0.1)):
-        theirs, other = ended(strategy, 3, tmp_path, "resnet8")
-        assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-        assert_same(other, right, atol=1e-9)
+@pytest.mark.parametrize(
+    ("run", "devices", "ring", "by_hand"),
+    [
+        ("students", 8, {}, {"process_group_backend": "gloo"}),
+        ("resnet8", 3, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.1}),  # BatchNorm over the global batch
+    ],
+)
+def test_several_processes_agree_with_one(run: str, devices: int, ring: Any, by_hand: Any, tmp_path: Path) -> None:
+    for strategy in (DDPRing(timeout=60, **ring), AllReduce(timeout=60, **by_hand)):
+        assert_agree(alone(run, "plain"), trained(run, devices, tmp_path, strategy=strategy))
 
 
 def test_the_ring_is_exact(tmp_path: Path) -> None:
-    options = {"precision": 32, "max_steps": 10}
-    losses, right = ended(DDP(exact=3), 1, tmp_path, **options)
-    theirs, other = ended(DDPRing(timeout=60, exact=3), 3, tmp_path, **options)
-    assert theirs == losses
-    assert_same(other, right)
+    strategies = {1: DDP(exact=3), 3: DDPRing(timeout=60, exact=3)}
+    one, three = (
+        trained("students", devices, tmp_path, strategy=strategy, precision=32, max_steps=10)
+        for devices, strategy in strategies.items()
+    )
+    assert one[0] == three[0]
+    assert_same(one[1], three[1])
 
 
 # By hand
@@ -76,13 +70,14 @@ def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Buckets, "sent", 0, raising=False)
     monkeypatch.setattr(Buckets, "average", counted)
-    told = Gathered(tmp_path / "sends", sends)
+    told = Notes(tmp_path / "sends", sends, "on_train_batch_end")
     options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [told]}
     fit(classifier(), digits(train_size=185), 2, strategy=AllReduce(timeout=60), **options)  # five batches
-    assert told.lines() == [[x, x] for x in (0, 0, 1, 1, 2)]  # the epoch's end is one, too
+    assert told.of_ranks() == [[0, 0, 1, 1, 2]] * 2  # the epoch's end is one, too
 
 
-def averages() -> None:
+@in_ranks(3, backend="gloo")
+def test_gradients_are_averaged_in_buckets() -> None:
     rank = dist.get_rank()
     a, b, c, wide = (nn.Parameter(torch.zeros(2, 3)) for _ in range(4))
     other = nn.Parameter(torch.zeros(4, dtype=torch.float64))
@@ -107,21 +102,34 @@ def averages() -> None:
         assert unused.grad is None
 
 
-def test_gradients_are_averaged_in_buckets() -> None:
-    ranks(3, averages, backend="gloo")
+class Normalised(LightningModule):
+    """Its BatchNorm keeps statistics of what a rank sees."""
 
-
-class ByHand(LightningModule):
-    """Two backward passes a step, and statistics of its own."""
-
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 1e-4, momentum: float = 0.0) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.lr, self.momentum = lr, momentum
         torch.manual_seed(0)
         self.layer, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layer(self.norm(images.flatten(1).to(self.layer.weight.dtype)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch.inputs).square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch.inputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr, self.momentum)
+
+
+class ByHand(Normalised):
+    """Two backward passes a step."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.05, momentum=0.9)
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -131,22 +139,9 @@ class ByHand(LightningModule):
         self.manual_backward(outputs.mean())
         optimizer.step()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch.inputs)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
 
 def statistics(_trainer: Any, module: LightningModule) -> float:
     return module.get_buffer("norm.running_var").sum().item()
-
-
-class AtValidation(Gathered):
-    def on_train_batch_end(self, *args: Any) -> None: ...
-
-    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        Gathered.on_train_batch_end(self, trainer, pl_module)
 
 
 def test_manual_optimization_and_statistics_of_a_ranks_own(tmp_path: Path) -> None:
@@ -154,10 +149,11 @@ def test_manual_optimization_and_statistics_of_a_ranks_own(tmp_path: Path) -> No
         data = digits(train_size=112, validation_size=20, batch_size=28)
         return weights(fit(ByHand(), data, 2, strategy=strategy, precision="64-true", max_epochs=2, **options))
 
-    told = AtValidation(tmp_path / "statistics", statistics)
+    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
     ours, right = fitted(AllReduce(timeout=60), callbacks=[told]), fitted(DDP(timeout=60))
     assert_same(ours, right, atol=1e-12)
-    assert all(first == second for first, second in told.lines())
+    first, second = told.of_ranks()
+    assert first == second != []
 
 
 # What can't be

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.multiprocessing import ProcessRaisedException
 
@@ -15,13 +13,24 @@ from harness.runs.quiet import quiet
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from strategies import DataParallel, ZeRO1
-from tests.callbacks import SaveAndStop
+from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.lab.test_param_server import Plain, pairs
-from tests.lab.test_ring_training import AtValidation, statistics
+from tests.lab.test_ring_training import CLIPPED, Normalised, statistics
 from tests.launching import free_port
-from tests.strategies.test_strategies import STEPS
-from tests.training import assert_same, classifier, digits, distillation, fit, net, trainer, weights
+from tests.strategies.test_strategies import STEPS, alone, norm, trained
+from tests.training import (
+    assert_agree,
+    assert_same,
+    classifier,
+    digits,
+    distillation,
+    fit,
+    net,
+    outcome,
+    trainer,
+    weights,
+)
 
 BOTH = pytest.mark.parametrize("strategy", [ParamServer, RPCHybrid])
 Chain = list[tuple[Callable[..., DataParallel], int]]
@@ -29,6 +38,52 @@ CHAINS: dict[str, Chain] = {
     "param_server": [(ParamServer, 3), (ZeRO1, 2), (ParamServer, 2), (ParamServer, 1)],
     "rpc_hybrid": [(RPCHybrid, 3), (ZeRO1, 2), (RPCHybrid, 2), (ParamServer, 2)],
 }
+
+
+SPLIT = {"devices_per_worker": 2}
+QUICK = [
+    (ParamServer, {}, "students", 1, {}),
+    (RPCHybrid, {}, "students", 1, {}),
+    (RPCHybrid, {}, "resnet8", 3, {}),  # its BatchNorm sees the global batch, backward too
+]
+SLOW = [
+    (ParamServer, {}, "students", 2, CLIPPED),
+    (ParamServer, {}, "students", 3, {}),
+    (ParamServer, {}, "students", 8, {}),
+    (ParamServer, {}, "teacher", 3, CLIPPED),
+    (ParamServer, {}, "resnet8", 3, {}),
+    (RPCHybrid, SPLIT, "students", 2, CLIPPED),
+    (RPCHybrid, {}, "students", 3, CLIPPED),
+    (RPCHybrid, {}, "students", 8, {}),
+    (RPCHybrid, SPLIT, "teacher", 3, {}),
+    (RPCHybrid, {"devices_per_worker": [1, 2]}, "teacher", 3, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen", "run", "devices", "options"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_float64_agrees_with_one_process(
+    strategy: Any, chosen: dict[str, Any], run: str, devices: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    right = alone(run, "accumulated and clipped" if options else "plain")
+    assert len(right[0]) == 20
+    assert_agree(right, trained(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
+
+
+@BOTH
+def test_each_sample_is_validated_once_and_replicas_stay_equal(strategy: Any, tmp_path: Path) -> None:
+    norms, scores = Notes(tmp_path / "norms", norm, "on_train_batch_end"), {}
+    for devices, callbacks in {1: [], 3: [norms]}.items():
+        options = {**STEPS, "max_steps": 6, "strategy": strategy(timeout=60), "callbacks": callbacks}
+        scores[devices], _ = outcome(
+            classifier(), digits(validation_size=50), tmp_path, ["val/acc"], devices, **options
+        )
+    assert scores[1] == scores[3] != []
+    first, *others = norms.of_ranks()
+    assert len(first) == 6
+    assert others == [first] * 2
 
 
 @BOTH
@@ -55,35 +110,15 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_devices(chain: str, 
     assert_same(weights(module), right, atol=1e-9)
 
 
-class Normalised(LightningModule):
-    """Its BatchNorm keeps statistics of what a rank sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(64), nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.layer(self.norm(images.flatten(1).to(self.layer.weight.dtype)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch.inputs).square().sum()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch.inputs)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-
 @BOTH
 @pytest.mark.filterwarnings("ignore:norm. BatchNorm sees the rows of one worker")
 def test_all_ranks_validate_with_one_ranks_statistics(strategy: Any, tmp_path: Path) -> None:
-    told = AtValidation(tmp_path / "statistics", statistics)
+    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
     data = digits(train_size=112, validation_size=20, batch_size=28)
     fit(Normalised(), data, 3, strategy=strategy(timeout=60), max_epochs=2, callbacks=[told])
-    first, second = told.lines()
-    assert len(set(first)) == len(set(second)) == 1
-    assert first != second
+    ranks = told.of_ranks()
+    assert ranks == [ranks[0]] * 3
+    assert len(set(ranks[0])) == len(ranks[0]) == 2
 
 
 # What is refused

@@ -13,14 +13,12 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from apprentice.keyed import with_seed
-from harness import cli
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer, RPCHybrid
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
-from tests.lab.test_param_server import CLIPPED, Plain, alone, killed, pairs
-from tests.processes import Run, launch
-from tests.strategies.test_strategies import STEPS, Gathered, norm, outcome
+from tests.lab.test_param_server import At, Plain, killed, pairs, start
+from tests.processes import launch
 from tests.training import LinesLogger, assert_same, classifier, digits, fit, trainer, weights
 
 SPLIT = {"devices_per_worker": 2}
@@ -28,28 +26,6 @@ SPLIT = {"devices_per_worker": 2}
 
 def hybrid(**options: Any) -> RPCHybrid:
     return RPCHybrid(timeout=60, **options)
-
-
-@pytest.mark.parametrize(
-    ("run", "devices", "chosen", "options"),
-    [
-        ("students", 1, {}, {}),
-        pytest.param("students", 2, SPLIT, CLIPPED, marks=pytest.mark.slow),
-        pytest.param("students", 3, {}, CLIPPED, marks=pytest.mark.slow),
-        pytest.param("students", 8, {}, {}, marks=pytest.mark.slow),
-        pytest.param("teacher", 3, SPLIT, {}, marks=pytest.mark.slow),
-        pytest.param("teacher", 3, {"devices_per_worker": [1, 2]}, {}, marks=pytest.mark.slow),
-        ("resnet8", 3, {}, {}),  # its BatchNorm sees the global batch, backward too
-    ],
-)
-def test_float64_agrees_with_one_process(
-    run: str, devices: int, chosen: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    losses, ended = alone(run, "accumulated and clipped" if options else "plain")
-    assert len(losses) == 20
-    theirs, other = outcome(run, devices, tmp_path, strategy=hybrid(**chosen), **options)
-    assert theirs == pytest.approx(losses, abs=1e-9, rel=0)
-    assert_same(ended, other, atol=1e-9)
 
 
 class Twice(Plain):
@@ -90,17 +66,6 @@ def test_anyones_module_trains_by_its_forward(tmp_path: Path) -> None:
     assert found[1][1] == pytest.approx(found[3][1], abs=1e-9, rel=0)
 
 
-def test_each_sample_is_validated_once_and_replicas_stay_equal(tmp_path: Path) -> None:
-    found = {}
-    for devices in (1, 3):
-        logger, told = LinesLogger(tmp_path / f"log{devices}"), Gathered(tmp_path / f"norms{devices}", norm)
-        chosen: dict[str, Any] = {"strategy": hybrid(), "callbacks": [told]} if devices > 1 else {}
-        fit(classifier(), digits(validation_size=50), devices, logger=logger, **STEPS | {"max_steps": 6} | chosen)
-        found[devices] = logger.values("val/acc")
-    assert found[1] == found[3] != []
-    assert [len(set(line)) for line in told.lines()] == [1] * 6
-
-
 class Dtypes(Callback):
     """Writes the type of what the last layer gives."""
 
@@ -134,30 +99,14 @@ class Failing(LightNN):
         return super().forward(x)
 
 
-class MasterDies(Callback):
-    """Kills the master when it is about to step."""
-
-    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 2 and trainer.is_global_zero:
-            killed()
-
-
 def bug() -> None:
     raise LookupError("a bug in forward")
-
-
-def start(log: Path, module: Callable[[], Any], **options: Any) -> Run:
-    def main() -> None:
-        with cli.one_line_errors():
-            fit(module(), digits(), 3, max_epochs=3, strategy=RPCHybrid(timeout=100), **options)
-
-    return Run(main, log=log)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("does", [bug, killed])
 def test_a_worker_that_fails_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
-    run = start(tmp_path / "log", lambda: LitClassifier(Failing(rank, does)))
+    run = start(RPCHybrid(timeout=100), tmp_path / "log", lambda: LitClassifier(Failing(rank, does)))
     assert run.wait(30) != 0
     if does is killed:
         errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
@@ -170,7 +119,7 @@ def test_a_worker_that_fails_in_mid_step_ends_the_run(does: Callable[[], Any], r
 
 
 def test_a_master_that_is_killed_ends_the_run(tmp_path: Path) -> None:
-    run = start(tmp_path / "log", classifier, callbacks=[MasterDies()])
+    run = start(RPCHybrid(timeout=100), tmp_path / "log", callbacks=[At(0, killed)])
     assert run.wait(30) == 2
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "rank 0 was killed by SIGKILL" in line

@@ -110,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_teacher_of_our_runs_answers_by_the_names_of_the_data(
+def test_a_teacher_answers_by_the_datas_names(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained / "seed0" / "teacher"

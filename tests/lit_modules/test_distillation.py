@@ -19,7 +19,20 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+from tests.grids import mostly_slow
+from tests.training import (
+    SHAPE,
+    VARIANTS,
+    LinesLogger,
+    assert_same,
+    digits,
+    distil,
+    distillation,
+    fit,
+    net,
+    trainer,
+    weights,
+)
 
 
 def student_weights(module: Distillation, name: str) -> dict[str, torch.Tensor]:
@@ -31,7 +44,7 @@ def company() -> Distillation:
     return fit(distillation([*VARIANTS, "kd2"]), digits(), gradient_clip_val=0.5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, "hint"))  # unclipped: tests/harness/test_zoo.py
 def test_alone_and_in_company_a_student_ends_with_the_same_bits(name: str, company: Distillation) -> None:
     alone = fit(distillation([name]), digits(), gradient_clip_val=0.5)
     assert_same(student_weights(alone, name), student_weights(company, name))
@@ -39,9 +52,8 @@ def test_alone_and_in_company_a_student_ends_with_the_same_bits(name: str, compa
 
 def test_equal_settings_end_bitwise_equal_and_others_do_not(company: Distillation) -> None:
     assert_same(student_weights(company, "kd"), student_weights(company, "kd2"))
-    assert not torch.equal(
-        company.students["kd"].net.classifier[0].weight, company.students["ce"].net.classifier[0].weight
-    )
+    kd, ce = (company.students[name].net.classifier[0].weight for name in ("kd", "ce"))
+    assert not torch.equal(kd, ce)
 
 
 def test_clipping_is_each_students_own() -> None:
@@ -123,56 +135,24 @@ class Poisoned(Objective):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_path: Path) -> None:
-    students = {"bad": (net(), Poisoned(4)), "ce": (net(), CrossEntropy())}
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    module = distil({"bad": Poisoned(4), "ce": CrossEntropy()})
     logger = LinesLogger(tmp_path / "log")
     fit(module, digits(), devices, max_epochs=4, logger=logger, log_every_n_steps=1)
     assert len(set(logger.values("bad/train/loss"))) == 4  # Lightning repeats a last value to the end of its epoch
     assert len(logger.values("ce/train/loss")) == 12
-    stopped = Distillation(net(DeepNN), {"bad": (net(), Poisoned(100))}, input_shape=SHAPE)
+    stopped = distil({"bad": Poisoned(100)})
     fit(stopped, digits(), devices, max_epochs=-1, max_steps=4)
     assert_same(student_weights(module, "bad"), student_weights(stopped, "bad"))
-    assert_same(
-        student_weights(module, "ce"), student_weights(fit(distillation(["ce"]), digits(), devices, max_epochs=4), "ce")
-    )
+    alone = fit(distillation(["ce"]), digits(), devices, max_epochs=4)
+    assert_same(student_weights(module, "ce"), student_weights(alone, "ce"))
     if devices == 1:
         assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
 
 
-def test_teacher_outputs_stored_once_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    ask = Distillation._ask_teacher
-
-    def counted(self: Distillation, images: torch.Tensor) -> Any:
-        calls.append(len(images))
-        return ask(self, images)
-
-    monkeypatch.setattr(Distillation, "_ask_teacher", counted)
-
-    def run(augment: bool = False, **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-        calls.clear()
-        module = distillation(**kwargs)
-        calls.clear()
-        return weights(fit(module, digits(augment=augment), max_epochs=4, precision="64-true")), list(calls)
-
-    stored, once = run()
-    asked, always = run(teacher_cache_mb=0)
-    assert once == [37, 37, 27]
-    assert always == [37, 37, 27] * 4
-    assert_same(stored, asked, atol=1e-9)
-    assert run(augment=True)[1] == always  # views differ: nothing is stored
-    monkeypatch.setattr(Distillation, "_ask_teacher", ask)
-
-
-def test_teacher_outputs_beyond_their_memory_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = distillation(["kd"])
-    module.cache.max_bytes = 100 * 10 * 4  # a sample has ten float32 logits, and there are 101 samples
-    filled = []
-    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache.outputs is not None))
-    fit(module, digits())
-    module.cache.max_bytes += 40
-    fit(module, digits())
-    assert filled == [False, True]
+def test_teacher_outputs_stored_once_change_no_weight() -> None:  # how often it is asked: tests/harness/test_zoo.py
+    options: Any = {"max_epochs": 4, "precision": "64-true"}
+    stored, asked = (fit(distillation(**memory), digits(), **options) for memory in ({}, {"teacher_cache_mb": 0}))
+    assert_same(weights(stored), weights(asked), atol=1e-9)
 
 
 def test_several_objectives_of_one_kind_live_side_by_side() -> None:
@@ -194,15 +174,15 @@ def test_noise_that_is_not_keyed_is_named_once() -> None:
 @pytest.mark.parametrize("name", ["items", "type", "a.b"])
 def test_a_name_that_torch_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match=f"variants {name}: expected a name"):
-        Distillation(net(DeepNN), {name: (net(), CrossEntropy())}, input_shape=SHAPE)
+        distil({name: CrossEntropy()})
 
 
 def test_a_refused_pair_names_the_variants_flag() -> None:
     teacher: nn.Module = net(DeepNN)
     with pytest.raises(BadInput, match=r"variants\.h\.student_layer features\.0: .*\(16, 8, 8\).*\(32, 2, 2\)"):
-        Distillation(teacher, {"h": (net(), Hint(student_layer="features.0"))}, input_shape=SHAPE)
+        distil({"h": Hint(student_layer="features.0")}, teacher)
     with pytest.raises(BadInput, match=r"conv7"):
-        Distillation(teacher, {"h": (net(), Hint(teacher_layer="conv7"))}, input_shape=SHAPE)
+        distil({"h": Hint(teacher_layer="conv7")}, teacher)
 
 
 class Formula(Objective):
@@ -231,7 +211,7 @@ def entropies(s: Outputs, _t: Outputs, y: torch.Tensor) -> torch.Tensor:
 def test_a_term_has_a_value_for_each_row(formula: Any, given: str) -> None:
     wrong = Sum([CrossEntropy(), Formula(formula)])
     with pytest.raises(BadInput, match=rf"^variants\.a Sum: .* term 1\.x has a value a row, \(3,\); it gives {given}$"):
-        Distillation(net(DeepNN), {"a": (net(), wrong)}, input_shape=SHAPE)
+        distil({"a": wrong})
 
 
 RELATING: dict[str, Callable[[Outputs, Outputs, torch.Tensor], torch.Tensor]] = {
@@ -251,18 +231,18 @@ def test_what_relates_rows_says_so(name: str) -> None:
 
     told = r"^variants\.a \w+: .* x has a value a row that depends on no other row, or one with relates_rows = True$"
     with pytest.raises(BadInput, match=told.replace(" x ", r" (0\.)?x ")):
-        Distillation(net(DeepNN), {"a": (net(), made())}, input_shape=SHAPE)
+        distil({"a": made()})
     says_so = made()
     says_so.relates_rows = True
     for objective in (says_so, Sum([says_so, Hinton()])):
-        assert Distillation(net(DeepNN), {"a": (net(), objective)}, input_shape=SHAPE).relates_rows
+        assert distil({"a": objective}).relates_rows
     assert Sum([says_so, Hinton()]).relates_rows
 
 
 def test_noise_of_an_objectives_own_relates_no_rows() -> None:
     masked = Formula(lambda s, t, y: (s.logits * torch.rand_like(s.logits)).sum(1))
     state = torch.get_rng_state()
-    Distillation(net(DeepNN), {"a": (net(), masked)}, input_shape=SHAPE)
+    distil({"a": masked})
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -286,7 +266,7 @@ class Normalised(Objective):
 
 def test_an_objectives_own_batch_norm_is_over_the_global_batch() -> None:
     def ended(devices: int) -> dict[str, torch.Tensor]:
-        module = Distillation(net(DeepNN), {"x": (net(), Normalised())}, input_shape=SHAPE)
+        module = distil({"x": Normalised()})
         return student_weights(fit(module, digits(), devices, precision="64-true"), "x")
 
     assert_same(ended(1), ended(2), atol=1e-9)
@@ -297,24 +277,20 @@ def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_c
         log_p, log_q = (x.logits.log_softmax(-1) for x in (t, s))
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    students = {"kd": (net(), Hinton()), "own": (net(), Sum([Formula(divergence)]))}
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    module = distil({"kd": Hinton(), "own": Sum([Formula(divergence)])})
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, 10, generator=generator)
     z_s, z_t = z.bfloat16(), (z + 0.1 * torch.randn(50, 10, generator=generator)).bfloat16()
     labels = torch.arange(50) % 10
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = Outputs(z_t, {}), dict.fromkeys(students, Outputs(z_s, {}))
+        outputs = Outputs(z_t, {}), dict.fromkeys(module.students, Outputs(z_s, {}))
         _, parts = module.losses(outputs, Batch.of((z, labels), 0))
     z_s, z_t = z_s.double(), z_t.double()
     for key, temperature in (("kd/kd", 2), ("own/0.x", 1)):
         log_p, log_q = ((x / temperature).log_softmax(-1) for x in (z_t, z_s))
         expected = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
         torch.testing.assert_close(parts[key].double(), expected, rtol=1e-3, atol=0)
-    torch.testing.assert_close(
-        parts["kd/ce"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
-    )
+    ce = F.cross_entropy(z_s, labels, reduction="none")
+    torch.testing.assert_close(parts["kd/ce"].double(), ce, rtol=1e-6, atol=0)
     classifier = LitClassifier(net()).losses(z_s.bfloat16(), Batch.of((z, labels), 0))[1]  # as under bf16-true
-    torch.testing.assert_close(
-        classifier["loss"].double(), F.cross_entropy(z_s, labels, reduction="none"), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(classifier["loss"].double(), ce, rtol=1e-6, atol=0)

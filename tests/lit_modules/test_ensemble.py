@@ -1,19 +1,23 @@
-"""An ensemble is the mean of its members' probabilities, and a teacher that is not trained."""
+"""Teachers of several members, and students that end in the teacher's classifier."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.nets import load_net, save_net, spec
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, check_fits
-from lit_modules.objectives import TTM, CrossEntropy, Hinton, Objective, Term
+from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, ViT, check_fits
+from lit_modules.nets.reused import ReusedClassifier
+from lit_modules.objectives import TTM, CrossEntropy, Hinton, Objective, SimKD, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
+from tests.training import SHAPE, assert_same, digits, distil, fit, net, on, weights
 
 
 def test_logits_are_those_of_the_mean_of_probabilities() -> None:
@@ -33,9 +37,7 @@ class OfMembers(Objective):
 @pytest.mark.parametrize("cache", [0, 64])
 def test_objectives_get_the_members_logits(cache: int) -> None:
     members = [net(DeepNN, seed=1), net(seed=2)]
-    module = Distillation(
-        Ensemble(members), {"a": (net(), OfMembers()), "kd": (net(), Hinton())}, SHAPE, teacher_cache_mb=cache
-    )
+    module = distil({"a": OfMembers(), "kd": Hinton()}, Ensemble(members), teacher_cache_mb=cache)
     images = torch.rand(3, *SHAPE)
     found = module.train()(images)[0].features["members"]
     torch.testing.assert_close(found, torch.stack([member(images) for member in members], 1), rtol=0, atol=1e-6)
@@ -47,21 +49,19 @@ def test_objectives_get_the_members_logits(cache: int) -> None:
 
 def test_one_member_teaches_as_it_does_alone() -> None:
     teachers = net(DeepNN, seed=1), Ensemble([net(DeepNN, seed=1)])
-    made = [
-        Distillation(teacher, {"ce": (net(), CrossEntropy()), "kd": (net(), Hinton())}, SHAPE) for teacher in teachers
-    ]
+    made = [distil({"ce": CrossEntropy(), "kd": Hinton()}, teacher) for teacher in teachers]
     for module in made:
         fit(module.double(), digits(), precision="64-true")
     assert_same(*map(weights, made), atol=1e-9)
 
 
 def test_two_processes_compute_what_one_does() -> None:
-    def taught(place: str) -> dict[str, torch.Tensor]:
+    def ended(place: str) -> dict[str, torch.Tensor]:
         teacher = Ensemble([net(DeepNN, seed=1), net(seed=2)])
-        module = Distillation(teacher, {"kd": (net(), Hinton()), "each": (net(), TTM())}, SHAPE)
+        module = distil({"kd": Hinton(), "each": TTM()}, teacher)
         return weights(fit(module, digits(), precision="64-true", **on(place)))
 
-    assert_same(taught("auto 1"), taught("fsdp 2"), atol=1e-9)
+    assert_same(ended("auto 1"), ended("fsdp 2"), atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -89,3 +89,107 @@ def test_from_folders_it_is_tested_exported_and_not_trained(tmp_path: Path) -> N
     images = torch.rand(3, *SHAPE)
     kept = load_net(out / "seed0" / "teacher")
     assert torch.equal(kept(images), Ensemble([load_net(folder) for folder in folders])(images))
+
+
+def module(student: type[nn.Module] = LightNN, teacher: type[nn.Module] = DeepNN, **options: Any) -> Distillation:
+    made: dict[str, tuple[nn.Module, Objective]] = {"simkd": (net(student, **options), SimKD())}
+    return Distillation(net(teacher, seed=1), made | {"ce": (net(), CrossEntropy())}, input_shape=SHAPE)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Distillation:
+    return fit(module(), digits())
+
+
+def test_the_loss_is_the_maps_and_trains_all_but_the_classifier() -> None:
+    made = module().double().train()
+    student, images = made.students["simkd"], torch.rand(3, *SHAPE, generator=torch.Generator().manual_seed(0)).double()
+    f_t = made.teacher.features(images)
+    terms = student.objective(student(images), Outputs(torch.zeros(3, 10), {"default": f_t}), torch.zeros(3))
+    f_s = student.net.projector(student.net.body(images))
+    expected = torch.stack([(a - b).flatten().pow(2).sum() / a.numel() for a, b in zip(f_s, f_t, strict=True)])
+    assert [*terms] == ["maps"]
+    torch.testing.assert_close(terms["maps"].values, expected, rtol=1e-12, atol=0)
+    expected.sum().backward()
+    trained = {key for key, p in student.net.named_parameters() if p.grad is not None and p.grad.any()}
+    assert trained == {key for key, p in student.net.named_parameters() if not key.startswith("classifier.")}
+    assert not student.net.classifier.training
+
+
+def test_it_predicts_by_the_teachers_classifier_which_training_does_not_change(fitted: Distillation) -> None:
+    student, images = fitted.students["simkd"].net.eval(), torch.rand(4, *SHAPE)
+    maps = student.projector(student.body(images))
+    assert torch.equal(student(images), fitted.teacher.classifier(maps.flatten(1)))
+    assert_same(weights(fitted), weights(fit(module(), digits())))
+
+
+def test_the_export_loads_and_predicts_by_itself(fitted: Distillation, tmp_path: Path) -> None:
+    own = {"student": LightNN, "teacher": DeepNN}
+    nested = {k: spec(f"lit_modules.nets.{made.__name__}", {"input_shape": SHAPE}) for k, made in own.items()}
+    student = fitted.students["simkd"].net.eval().to(memory_format=torch.contiguous_format)
+    save_net(student, spec("lit_modules.nets.reused.ReusedClassifier", {**nested, "input_shape": SHAPE}), tmp_path)
+    images = torch.rand(5, *SHAPE)
+    found = load_net(tmp_path)
+    assert isinstance(found, ReusedClassifier)
+    assert torch.equal(found(images), student(images))
+
+
+@pytest.mark.slow
+def test_exact_is_bitwise_in_a_pipeline_too() -> None:
+    places = "ddp 1 exact 4", "ddp 2 exact 4", "pipeline 2 exact 4"
+    first, *others = (weights(fit(module(), digits(), **on(place))) for place in places)
+    for ended in others:
+        assert_same(first, ended)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(ResNet, DeepNN), (LightNN, ResNet), (ResNet, ResNet)])
+def test_nets_of_maps_fit_one_another(student: type[nn.Module], teacher: type[nn.Module]) -> None:
+    made = module(student, teacher)
+    student_net, images = made.students["simkd"].net, torch.rand(2, *SHAPE)
+    teacher_net = made.teacher
+    classify: Any = teacher_net.head if teacher is ResNet else teacher_net.classifier
+    maps = student_net.eval().projector(student_net.body(images))
+    pooled = maps.mean((2, 3)) if teacher is ResNet else maps.flatten(1)
+    assert torch.equal(student_net(images), classify(pooled))
+
+
+class Pooled(nn.Module):
+    feature_layer = "parts.1"
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        maps = nn.AdaptiveAvgPool2d(size), nn.Conv2d(1, 4, 1)
+        self.parts = nn.Sequential(*maps, nn.Flatten(), nn.Linear(4 * size**2, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.parts(images)
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [*self.parts]
+
+
+@pytest.mark.parametrize(("size", "shared"), [(1, 1), (2, 2), (4, 2)])
+def test_larger_maps_are_pooled(size: int, shared: int) -> None:
+    made = Distillation(net(ResNet, depth=8), {"a": (Pooled(size), SimKD())}, input_shape=SHAPE)
+    outputs = made.students["a"](torch.rand(2, *SHAPE))
+    assert outputs.features["default"].shape == (2, 64, shared, shared)
+    assert outputs.logits.shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "objective", "message"),
+    [
+        (lambda: net(ViT), net, SimKD, r"variants\.a SimKD: expected as student a net whose .* it is ViT$"),
+        (net, lambda: net(ViT), SimKD, r"variants\.a SimKD: expected as teacher a net whose .* it is ViT$"),
+        (lambda: Pooled(1), net, SimKD, r"variants\.a SimKD: expected as teacher one whose classifier takes"),
+        (net, net, lambda: Sum([SimKD(), SimKD()]), r"variants\.a\.objectives 2: expected at most one"),
+    ],
+)
+def test_refused(student: Any, teacher: Any, objective: Callable[[], Objective], message: str) -> None:
+    with pytest.raises(BadInput, match=f"^{message}"):
+        Distillation(teacher(), {"a": (student(), objective())}, input_shape=SHAPE)
+
+
+def test_in_a_sum_other_parts_see_the_new_net() -> None:
+    made = distil({"a": Sum([Hinton(), SimKD()])})
+    assert isinstance(made.students["a"].net, ReusedClassifier)

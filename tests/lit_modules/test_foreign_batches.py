@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
@@ -29,15 +28,12 @@ from lit_modules.objectives import (
 from lit_modules.objectives.base import kl
 from strategies import DDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, classifier, distillation, net, trainer, weights
+from tests.training import SHAPE, assert_same, classifier, distil, distillation, net, trainer, weights
 
 ROWS, SIZE = 24, 8
 IMAGES = torch.rand(ROWS, *SHAPE, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(ROWS) % 10
-KINDS: dict[str, Callable[[], LightningModule]] = {
-    "distillation": lambda: distillation(["ce", "kd"]),
-    "classifier": classifier,
-}
+KINDS: dict[str, Any] = {"distillation": lambda: distillation(["ce", "kd"]), "classifier": classifier}
 
 
 class Samples(Dataset):
@@ -117,28 +113,6 @@ def test_so_is_one_of_the_validation(kind: str) -> None:
 def test_so_is_one_under_strategies_that_cut_batches(strategy: Callable[[], Any]) -> None:
     with pytest.raises(Exception, match=r"data labels from \d+ to 10: expected 0 to 9, the classes"):
         fitted(distillation(["ce", "kd"]), late(10), devices=2, strategy=strategy())
-
-
-def test_labels_are_read_before_they_go_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, it would wait for the GPU. A hook of the data module may change them; then they are not checked."""
-
-    class Hooked(LightningDataModule):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return batch
-
-    made, far = classifier(), LABELS.to("meta")
-    monkeypatch.setattr(type(made), "device", torch.device("cuda"))
-    batch = Batch(IMAGES, far, far, far, ROWS, 1, 0)
-    for datamodule, label in ((None, 9), (None, 10), (Hooked(), 10)):
-        made._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        made._trainer.datamodule = datamodule  # type: ignore[attr-defined]
-        made.inspect_labels((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)))
-        logits = torch.empty(ROWS, 10, device="meta")
-        if datamodule is None and label == 10:
-            with pytest.raises(BadInput, match=r"^data labels from 0 to 10: expected 0 to 9, the classes$"):
-                made.check_labels(logits, batch)
-        else:
-            made.check_labels(logits, batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,7 +201,7 @@ def test_a_class_that_a_teacher_excludes_counts_nothing() -> None:
     gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, expected)]
     torch.testing.assert_close(*gradients)
     for objective in (Hinton, JensenShannon):
-        made = Distillation(Lacks(-torch.inf), {"a": (net(), objective())}, input_shape=SHAPE)
+        made = distil({"a": objective()}, Lacks(-torch.inf))
         assert not fitted(made, loader(labels=LABELS % 3)).failed
 
 
@@ -245,4 +219,4 @@ def test_a_class_that_a_teacher_excludes_counts_nothing() -> None:
 )
 def test_a_teacher_that_gives_no_finite_loss_is_refused(value: float, objective: Objective) -> None:
     with pytest.raises(BadInput, match=r"^variants.a \w+: expected a teacher with finite logits; for zeros it gives"):
-        Distillation(Lacks(value), {"a": (net(), objective)}, input_shape=SHAPE)
+        distil({"a": objective}, Lacks(value))

@@ -22,9 +22,8 @@ def test_the_sizes_of_gpt_2_have_its_number_of_parameters() -> None:
         net = GPT(50257, 1024, 12, 12, 768)
     assert sum(p.numel() for p in net.parameters()) == 124_439_808
     assert net(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 50257)
-    assert (
-        sum(p.numel() for p in gpt(tie_weights=False).parameters()) == sum(p.numel() for p in gpt().parameters()) + 132
-    )
+    untied, tied = (sum(p.numel() for p in gpt(tie_weights=kind).parameters()) for kind in (False, True))
+    assert untied == tied + 132
 
 
 def formula(net: GPT, texts: torch.Tensor) -> torch.Tensor:
@@ -153,21 +152,6 @@ def test_generation_stops_at_the_block_size() -> None:
             net.generate(prompts)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 5}, "num_heads 5: expected a divisor of embed_dim, 12"),
-        ({"num_layers": 0}, "num_layers 0: expected at least 1"),
-        ({"vocab_size": 0}, "vocab_size 0: expected at least 1"),
-        ({"dropout": 1.0}, r"dropout 1.0: expected at least 0, less than 1"),
-        ({"backend": "fast"}, "backend fast: expected one of auto, math"),
-    ],
-)
-def test_what_can_not_be_built_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gpt(**options)
-
-
 def test_what_can_not_be_computed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tokens \(2, 17\): expected texts of at most 16, the block size"):
         gpt()(tokens(2, 17))
@@ -189,7 +173,5 @@ def test_compiled_it_gives_the_same_losses_and_gradients() -> None:
         loss = F.cross_entropy(net(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])
-        assert [name for name, _ in net.named_parameters()] == [
-            name for name, _ in gpt(num_layers=1).named_parameters()
-        ]
+        assert dict(net.named_parameters()).keys() == dict(gpt(num_layers=1).named_parameters()).keys()
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -91,7 +91,7 @@ def scales_itself(path: Path, device: str = "cuda") -> None:
     assert_same(*ended)
 
 
-def test_a_student_that_overflows_skips_its_own_steps_only(tmp_path: Path) -> None:
+def test_who_overflows_skips_its_own_steps_only(tmp_path: Path) -> None:
     on_gpu(tmp_path, scales_itself, tmp_path)
 
 

@@ -28,7 +28,7 @@ from tests.training import assert_same, digits, fit, weights
 KD = ["--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
 WORDS = "the quick brown fox jumps over the lazy dog\n"
 pytestmark = pytest.mark.extras("transformers")
-QUICK = ["classifiers", "language models"]  # without rows: test_small_batches.py
+QUICK = ["classifiers", "language models"]  # without rows: test_batch_norm.py
 
 
 @pytest.mark.parametrize("what", mostly_slow(["classifiers", "language models", "ranks without rows"], *QUICK))

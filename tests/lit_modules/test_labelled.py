@@ -13,9 +13,10 @@ from apprentice.batch import HIDDEN, Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Outputs
+from lit_modules.nets import Outputs
 from lit_modules.objectives import SP, CrossEntropy, Hinton, Objective, Sum
 from lit_modules.objectives.base import Term
+from tests.formulas import assert_equal
 from tests.grids import mostly_slow
 from tests.training import (
     SHAPE,
@@ -25,24 +26,19 @@ from tests.training import (
     assert_same,
     classifier,
     digits,
+    distil,
     fit,
-    net,
     on,
     outcome,
     weights,
 )
 
 FEW = {"train_size": 75, "batch_size": 8, "labelled": 10}  # 10 batches, the last of 3; some have no label
-STUDENTS: dict[str, Callable[[], Objective]] = {
-    "ce": CrossEntropy,
-    "kd": Hinton,
-    "both": lambda: Sum([SP(), Hinton()], [1e-2, 1.0]),
-}
+STUDENTS: dict[str, Any] = {"ce": CrossEntropy, "kd": Hinton, "both": lambda: Sum([SP(), Hinton()], [1e-2, 1.0])}
 
 
 def module(labelled: bool = False, names: tuple[str, ...] = ("ce", "kd", "both")) -> Distillation:
-    students = {name: (net(), STUDENTS[name]()) for name in names}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE, labelled=labelled)
+    return distil({name: STUDENTS[name]() for name in names}, labelled=labelled)
 
 
 def trained(folder: Path, place: str, made: Any = None, **options: Any) -> Outcome:
@@ -90,12 +86,7 @@ def test_the_loss_is_the_papers_formula() -> None:
     for i in rows:
         kd += 4 * (teacher[i] * (teacher[i].log() - (logits[i] / 2).log_softmax(0))).sum() / 7
     expected = ce["ce"] + 0.25 * kd + 0.75 * ce["kd"]
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    parameters = [p for p in made.students.parameters() if p.requires_grad]
-    for mine, other in zip(
-        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    assert_equal(loss, expected, [p for p in made.students.parameters() if p.requires_grad])
     for name in ("ce", "kd"):
         assert float(parts[f"{name}/acc"].double().mean()) == pytest.approx(accuracy[name], abs=1e-6)
     pieces = [batch.part(0, 3), batch.part(3, 3), batch.part(3, 7)]
@@ -178,10 +169,10 @@ class Secret(Objective):
 
 
 def test_a_term_that_does_not_say_that_it_needs_labels_is_refused() -> None:
-    Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE)
+    distil({"x": Secret()})
     line = r"^variants\.x Secret: expected an objective whose term mine needs no label, as some are hidden"
     with pytest.raises(BadInput, match=line):
-        Distillation(net(DeepNN), {"x": (net(), Secret())}, input_shape=SHAPE, labelled=False)
+        distil({"x": Secret()}, labelled=False)
 
 
 def test_a_distillation_that_expects_labels_refuses_hidden_ones() -> None:

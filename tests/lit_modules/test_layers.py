@@ -25,10 +25,7 @@ IMAGES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
         },
     ),
     "LightNN": (LightNN, {"stage1": (16, 16, 16), "stage2": (16, 8, 8), "pooled": (1024,), "default": (16, 8, 8)}),
-    "ResNet": (
-        lambda: ResNet(14),
-        {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "pooled": (64,), "stage3.0": (64, 8, 8)},
-    ),
+    "ResNet": (lambda: ResNet(14), {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "stage3.0": (64, 8, 8)}),
     "ViT": (ViT, {"stage1": (64, 8, 8), "stage-1": (64, 8, 8), "pooled": (64,), "default": (64, 8, 8)}),
     "resnet18": (
         Torchvision,
@@ -84,10 +81,8 @@ class Between(Objective):
         self.student_layers = self.teacher_layers = {name: name for name in names}
 
     def forward(self, student: Any, teacher: Any, labels: Any) -> Any:
-        pairs = [(student.features[name], teacher.features[name]) for name in self.student_layers.values()]
-        return {
-            name: Term((a - b).flatten(1).square().mean(1), 1.0) for name, (a, b) in zip("xyz", pairs, strict=False)
-        }
+        both = [(student.features[name], teacher.features[name]) for name in self.student_layers.values()]
+        return {name: Term((a - b).flatten(1).square().mean(1), 1.0) for name, (a, b) in zip("xyz", both, strict=False)}
 
 
 def test_pipeline_stages_see_the_same_layers() -> None:

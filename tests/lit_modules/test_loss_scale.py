@@ -1,8 +1,6 @@
 """In 16-mixed precision each student has a loss scale of its own, and bf16-mixed needs none."""
 
 import itertools
-import json
-import multiprocessing
 import warnings
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -10,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing import ProcessRaisedException
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,13 +22,23 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.loss_scale import LossScales
-from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy, Objective, Term
 from strategies import DDP, FSDP, ZeRO1
 from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.strategies.test_fsdp import Foreign
-from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, distillation, fit, net, trainer, weights
+from tests.training import (
+    VARIANTS,
+    LinesLogger,
+    assert_same,
+    digits,
+    distil,
+    distillation,
+    fit,
+    net,
+    trainer,
+    weights,
+)
 
 HUGE = 2.0**26  # too large for the first steps of every student
 
@@ -78,8 +82,7 @@ class Loud(Objective):
 
 
 def company(**objectives: Objective) -> Distillation:
-    students = {name: (net(), objective) for name, objective in objectives.items()}
-    return Distillation(net(DeepNN), students, input_shape=SHAPE)
+    return distil(objectives)
 
 
 def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tensor]:
@@ -88,9 +91,7 @@ def clipped(module: Distillation, devices: int, **kwargs: Any) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_student_that_overflows_skips_its_own_steps_only(
-    devices: int, scales: Scales, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_overflows_skips_its_own_steps_only(devices: int, scales: Scales, monkeypatch: pytest.MonkeyPatch) -> None:
     together = company(a=Loud(2.0**24, {3, 5}), b=CrossEntropy())
     b = clipped(together, devices, callbacks=[scales])
     assert scales.values("a") == [2.0**8] * 3 + [2.0**7] * 2 + [2.0**6] * 7
@@ -210,13 +211,6 @@ def test_resumed_in_mid_epoch_is_as_if_uninterrupted(devices: int, tmp_path: Pat
     assert later_scales == {name: values[16:] for name, values in scales.items()}
 
 
-def test_a_checkpoint_without_scales_begins_with_new_ones() -> None:
-    module, saved = distillation(["ce"]), {"learner": {"train_sums": {}, "samples": 7, "failed": {}}}
-    module.on_load_checkpoint(saved)
-    module.loss_scales.take_over(half(), module.runs)
-    assert (module.samples, module.loss_scales.scalers["ce"].get_scale()) == (7, HUGE)
-
-
 # What goes with it, and what doesn't
 
 
@@ -276,42 +270,6 @@ def test_a_run_that_no_scale_can_help_has_failed(devices: int, scales: Scales) -
 # Any number of processes
 
 
-def shards(rank: int, out: Path) -> None:
-    """Of gradients that are cut in two, a's is infinite on rank 1; b's are each rank's own, not a number on rank 0."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    values = {"a": [1.0, 2.0, torch.inf], "b": [1.0 if rank else torch.nan], "c": [1.0, 2.0, 3.0]}
-    scales, parameters = LossScales(), {}
-    scales.take_over(half(8.0), values)
-    for run, wanted in values.items():
-        gradient: Tensor = torch.tensor(wanted) * 8
-        gradient = gradient if run == "b" else distribute_tensor(gradient, mesh, [Shard(0)])
-        parameters[run] = nn.Parameter(torch.zeros_like(gradient))
-        parameters[run].grad = gradient
-        scales.scalers[run].scale(torch.ones(()))
-    with CommDebugMode() as messages:
-        overflowed = scales.unscale({run: [p] for run, p in parameters.items()}, torch.device("cpu"))
-    gradient = parameters["c"].grad
-    assert isinstance(gradient, DTensor)
-    told = {"overflowed": overflowed, "c": gradient.full_tensor().tolist(), "messages": messages.get_total_counts()}
-    told["scales"] = [scaler.get_scale() for scaler in scales.scalers.values()]
-    (out / f"{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-def test_ranks_decide_alike_on_gradients_that_they_share_or_not(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=shards, args=(rank, tmp_path)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0] == found[1]
-    assert found[0] == {"overflowed": ["a", "b"], "c": [1.0, 2.0, 3.0], "messages": 1, "scales": [4.0, 4.0, 8.0]}
-
-
 def curves(module: Distillation, devices: int, path: Path, **kwargs: Any) -> dict[str, list[float]]:
     logger = LinesLogger(path)
     fit(module, digits(), devices, max_epochs=4, log_every_n_steps=1, logger=logger, **kwargs)
@@ -338,9 +296,7 @@ QUICK = [("bf16", 1, None), ("fp16", 1, None), ("bf16", 2, DDP), ("fp16", 2, DDP
 
 
 @pytest.mark.parametrize(("name", "devices", "make"), mostly_slow(NEAR, *QUICK))
-def test_every_variant_trains_in_it_close_to_float32(
-    name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_near_float32(name: str, devices: int, make: Any, plain: dict[str, list[float]], tmp_path: Path) -> None:
     options, tolerance = HALVES[name]
     if make is LocalSGD:  # learns otherwise
         plain = curves(distillation(), 2, tmp_path / "plain", strategy=make(timeout=60))

@@ -39,9 +39,8 @@ def texts(rows: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def module(**objectives: objectives.Objective) -> Distillation:
-    students: Any = {
-        name: (gpt(V, T, num_layers=1, tie_weights=False), objective) for name, objective in objectives.items()
-    }
+    small = {"num_layers": 1, "tie_weights": False}
+    students: Any = {name: (gpt(V, T, **small), objective) for name, objective in objectives.items()}
     return Distillation(gpt(V, T, seed=1, tie_weights=False), students, **SHAPES).double().eval()
 
 
@@ -88,9 +87,8 @@ def test_the_loss_is_that_of_the_tokens_that_count(name: str, monkeypatch: pytes
     rows = torch.arange(count)
 
     def chosen(outputs: Outputs) -> Outputs:
-        features = {
-            path: x.repeat_interleave(T)[counts.flatten()] for path, x in outputs.features.items() if x.dim() == 1
-        }
+        kept = counts.flatten()
+        features = {path: x.repeat_interleave(T)[kept] for path, x in outputs.features.items() if x.dim() == 1}
         return Outputs(outputs.logits[counts], features)
 
     flat = Batch(tokens[counts], labels[counts], rows, rows, count, 1, 0)
@@ -239,9 +237,7 @@ QUICK = [kind for kind in KINDS if kind[:3] in (CASES[1], CASES[2])]
 
 
 @pytest.mark.parametrize(("place", "size", "batches", "kind"), mostly_slow(KINDS, *QUICK))
-def test_any_number_of_processes_and_of_micro_batches_is_one(
-    place: str, size: int, batches: int, kind: str, alone: dict[str, Any]
-) -> None:
+def test_ranks_and_micro_batches_are_one(place: str, size: int, batches: int, kind: str, alone: dict[str, Any]) -> None:
     assert_same(alone[kind], trained(kind, size, place, accumulate_grad_batches=batches), 1e-9)
 
 

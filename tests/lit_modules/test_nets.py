@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,12 @@ from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
+from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets.base import group_norm
 from lit_modules.nets.layers import layer, resolve
 from lit_modules.nets.torchvision import split_chain
 from lit_modules.objectives import NST, VID, AttentionTransfer, FitNet
+from tests.language import gpt
 
 
 def parameters(net: nn.Module) -> int:
@@ -186,7 +189,6 @@ def test_nets_adapt_to_the_images(make: Any, shape: tuple[int, ...]) -> None:
         (lambda: nets.ResNet(21), r"6n \+ 2"),
         (lambda: nets.ResNet(8, widths=(16, 16, 8, 8)), r"^widths \[16, 16, 8, 8\]: expected them to grow"),
         (lambda: nets.LightNN(widths=(16,)), r"^widths \[16\]: expected 2 numbers of channels, each at least 1$"),
-        (lambda: nets.LightNN(hidden=0), "^hidden 0: expected at least 1$"),
         (lambda: nets.RNNClassifier(hidden=-1), "^hidden -1: expected at least 1$"),
         (lambda: nets.RNNClassifier(0), "^embedding_dim 0: expected at least 1$"),
         (lambda: nets.VGG(input_shape=(3, 7, 7)), "expected at least 8 x 8 pixels"),
@@ -194,9 +196,26 @@ def test_nets_adapt_to_the_images(make: Any, shape: tuple[int, ...]) -> None:
         (lambda: nets.MobileNetV2(0.0), "^width 0.0: expected 1/16 or more, at most 16$"),
         (lambda: nets.ShuffleNetV1(5), "^groups 5: expected 1, 2, 3, 4, 8$"),
         (lambda: nets.ShuffleNetV2(0.7), "^width 0.7: expected 0.5, 1.0, 1.5, 2.0$"),
+        (lambda: nets.ViT(5), "^patch_size 5: expected a divisor of the images' 32 x 32 pixels"),
+        (lambda: nets.ViT(0), "^patch_size 0: expected a divisor"),
+        (lambda: nets.ViT(num_heads=5), "^num_heads 5: expected a divisor of embed_dim, 64"),
+        (lambda: nets.ViT(num_layers=0), "^num_layers 0: expected at least 1"),
+        (lambda: nets.ViT(mlp_ratio=0), "^mlp_ratio 0: expected at least 1"),
+        (lambda: nets.ViT(input_shape=(64,)), r"^input_shape \(64,\): expected \(C, H, W\), images"),
+        (lambda: gpt(num_layers=0), "num_layers 0: expected at least 1"),
+        (lambda: gpt(vocab_size=0), "vocab_size 0: expected at least 1"),
+        (lambda: gpt(dropout=1.0), "dropout 1.0: expected at least 0, less than 1"),
+        (lambda: gpt(backend="fast"), "backend fast: expected one of auto, math"),
+        (lambda: nets.SelfAttention(10, 3), "num_heads 3: expected a divisor of embed_dim, 10"),
+        (lambda: nets.SelfAttention(4, 0), "num_heads 0: expected"),
+        (lambda: nets.SelfAttention(4, 2, dropout=1.0), "dropout 1.0: expected at least 0, less than 1"),
+        (lambda: nets.SelfAttention(4, 2, backend="fast"), "backend fast: expected one of auto, math, flash"),
+        (lambda: LitLanguageModel(gpt(), warmup_steps=-1), "warmup_steps -1: expected a number of 0 or more"),
+        (lambda: LitLanguageModel(gpt(), clip_norm=math.inf), "clip_norm inf: expected a number of 0 or more"),
+        (lambda: LitLanguageModel(gpt(), betas=(0.9, 1.0)), r"betas \[0.9, 1.0\]: expected two numbers"),
     ],
 )  # fmt: skip
-def test_nets_refuse_what_no_paper_has(make: Any, told: str) -> None:
+def test_options_that_no_paper_has_are_refused(make: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make()
 
@@ -244,7 +263,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
         (BatchNormAct2d, torch.float64, 1e-9),
     ],
 )
-def test_global_statistics_are_those_of_all_replicas_rows(
+def test_statistics_are_of_all_rows(
     norm: Any, dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64, 4, 32, 32, dtype=torch.float64) * 3 + 5
@@ -355,10 +374,8 @@ def test_group_norm_has_at_most_32_groups_of_at_least_8_channels() -> None:
 
 
 def test_group_norm_takes_the_place_of_every_batch_norm() -> None:
-    for batch, group in (
-        (nets.ResNet(8), nets.ResNet(8, norm="group")),
-        (nets.Torchvision(), nets.Torchvision(norm="group")),
-    ):
+    for make in (partial(nets.ResNet, 8), nets.Torchvision):
+        batch, group = make(), make(norm="group")
         norms = [name for name, m in batch.named_modules() if isinstance(m, nn.BatchNorm2d)]
         assert [name for name, m in group.named_modules() if isinstance(m, nn.GroupNorm)] == norms
         assert parameters(batch) == parameters(group)

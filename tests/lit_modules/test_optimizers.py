@@ -1,4 +1,4 @@
-"""Schedulers that count steps are stepped with the optimizer, and an optimizer names the parameter it can't take."""
+"""Schedulers count the optimizer's steps; gradient norms are those of the global batch, on any number of devices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import SGD, Muon
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
@@ -17,7 +17,9 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import CrossEntropy, Hinton
 from tests.callbacks import SaveAndStop
-from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
+from tests.grids import mostly_slow
+from tests.training import SHAPE, LinesLogger, assert_same, digits, distillation, fit, net, on, trainer, weights
+from tests.training import digits as data
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 sgd = partial(SGD, lr=0.1, momentum=0.9)
@@ -103,3 +105,61 @@ def test_it_names_the_first_parameter_that_it_does_not_take() -> None:
     students: Any = {"a": (matrices(), CrossEntropy()), "b": (net(), CrossEntropy())}
     with pytest.raises(BadInput, match=expected.format("students.b.net.features.0.weight")):
         fit(Distillation(net(), students, input_shape=SHAPE, optimizer=muon), digits())
+
+
+TAG = "{}/train/grad_2.0_norm_total"
+NAMES = ("ce", "cosine")
+
+
+class Norms(Callback):
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = {name: [] for name in NAMES}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        for name in NAMES:
+            gradients = [p.grad.flatten().double() for p in pl_module.students[name].parameters()]
+            self.found[name].append(float(torch.cat(gradients).norm()))
+
+
+def logged(path: Path, place: str = "auto 1", **kwargs: Any) -> tuple[dict[str, list[float]], LightningModule]:
+    logger = LinesLogger(path)
+    options = {"logger": logger, "log_every_n_steps": 1, "gradient_clip_val": 0.01} | kwargs
+    module = fit(distillation([*NAMES]), data(), **on(place), **options)
+    return {name: logger.values(TAG.format(name)) for name in NAMES}, module
+
+
+def test_norms_are_those_before_clipping_and_move_no_bit(tmp_path: Path) -> None:
+    norms = Norms()
+    found, module = logged(tmp_path / "log", callbacks=[norms])
+    for name in NAMES:
+        assert found[name] == pytest.approx(norms.found[name], rel=1e-6)
+        assert len(found[name]) == 6
+        assert min(found[name]) > 0.01
+    silent = fit(distillation([*NAMES]), data(), gradient_clip_val=0.01)
+    assert_same(weights(module), weights(silent))
+
+
+def test_norms_are_logged_at_the_steps_of_all_logs(tmp_path: Path) -> None:
+    found, _ = logged(tmp_path / "every", log_every_n_steps=2)
+    everything, _ = logged(tmp_path / "all")
+    assert found == {name: values[1::2] for name, values in everything.items()}
+
+
+@pytest.mark.parametrize("place", mostly_slow(["ddp 2", "fsdp 2", "pipeline 2"], "ddp 2"))
+def test_norms_are_the_same_from_two_processes(place: str, tmp_path: Path) -> None:
+    options = {"precision": "64-true", "gradient_clip_val": None}
+    alone, found = (logged(tmp_path / where, where, **options)[0] for where in ("auto 1", place))
+    for student in NAMES:
+        assert found[student] == pytest.approx(alone[student], rel=1e-6)
+        assert len(found[student]) == 6
+
+
+def test_exact_norms_have_the_same_bits(tmp_path: Path) -> None:
+    alone, together = (logged(tmp_path / f"{n}", f"ddp {n} exact 4")[0] for n in (1, 2))
+    assert alone == together
+    assert all(len(values) == 6 for values in alone.values())
+
+
+@pytest.mark.slow
+def test_gradients_that_are_never_averaged_have_no_norm(tmp_path: Path) -> None:
+    assert logged(tmp_path / "local", "local_sgd 2")[0] == {name: [] for name in NAMES}

@@ -30,7 +30,6 @@ from lit_modules.quantized import Quantized
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Formula
-from tests.ranks import ranks
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]
@@ -67,9 +66,7 @@ def inputs(rows: int = 16) -> torch.Tensor:
 )
 def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
     data = {"train_size": 74, "validation_size": 40}
-    one, three = (
-        weights(fit(module(make, distil).double(), digits(**data), devices, precision="64-true")) for devices in (1, 3)
-    )
+    one, three = (weights(fit(module(make, distil).double(), digits(**data), n, precision="64-true")) for n in (1, 3))
     assert {"best.epoch", "best.correct"} < set(one)  # what is deployed comes back from the ranks, too
     assert_same(three, one, TOLERANCE)
 
@@ -191,7 +188,7 @@ def test_a_test_converts_the_best_epoch_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("devices", mostly_slow([1, 2], 1))
-def test_a_run_that_is_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
+def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(devices: int, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped.ckpt"
 
     def ended(*callbacks: Callback) -> dict[str, Any]:
@@ -269,28 +266,8 @@ def test_what_can_not_be_trained_is_refused() -> None:
         Quantized(net(), input_shape=SHAPE, freeze_epoch=0)
 
 
-def shares() -> None:
-    import torch.distributed as dist
-
-    whole = [inputs(8), 3 * inputs(8)]
-    alone = activation()
-    split = activation()
-    cut = [slice(0, 5), slice(5, 8), slice(8, 8)][dist.get_rank()]
-    for batch in whole:
-        split(batch[cut])
-    low = whole[0].min().lerp(whole[1].min(), 0.01)
-    assert split.low == low
-    assert split.high == whole[0].max().lerp(whole[1].max(), 0.01)
-    alone.eval()(inputs(8))
-    assert alone.low == torch.inf
-
-
 def activation(averaging_constant: float = 0.01) -> Range:
     return Range(torch.uint8, torch.per_tensor_affine, 0, 255, averaging_constant=averaging_constant)
-
-
-def test_ranges_are_those_of_the_global_batch() -> None:
-    ranks(3, shares, backend="gloo")
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["activation", "weight"])

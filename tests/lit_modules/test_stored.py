@@ -39,9 +39,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_outputs_are_computed_once_and_read_by_later_runs(
-    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_outputs_are_computed_once_and_read_later(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     plain, asked = run(None)
     assert asked == ONCE
     folder = tmp_path / "a" / "b"
@@ -101,9 +99,7 @@ def test_a_damaged_file_is_made_anew(run: Run, tmp_path: Path, capfd: pytest.Cap
     assert file.read_bytes() == whole
 
 
-def test_a_folder_that_can_not_be_written_costs_no_result(
-    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_folder_that_is_not_written_costs_no_result(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     found, asked = run(tmp_path / "file" / "folder")
     assert asked == FIRST + ONCE

@@ -2,8 +2,6 @@
 
 import json
 import math
-import signal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,6 @@ from experiments import compare, kd
 from harness.reports.results import load_results
 from harness.reports.uncertainty import conclude
 from harness.runs.nets import load_net
-from harness.runs.safepoints import SafePoints
-from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
@@ -27,9 +23,7 @@ from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
 from tests.commands import results
 from tests.grids import mostly_slow
-from tests.harness.test_resume import kill_at
 from tests.language import gpt, text, written
-from tests.processes import Run
 from tests.training import LinesLogger, assert_same, fit, on, weights
 
 
@@ -46,10 +40,6 @@ OBJECTIVES = {"ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": Jens
 SMALL = {"num_layers": 2, "embed_dim": 8, "tie_weights": False}
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)
-
-
 def distillation(data: Text, *names: str, **options: Any) -> Distillation:
     nets = {name: (gpt(**data.net_arguments, **SMALL, dropout=0.1), OBJECTIVES[name]()) for name in names or OBJECTIVES}
     teacher = gpt(**data.net_arguments, seed=1, tie_weights=False)
@@ -60,8 +50,7 @@ def distillation(data: Text, *names: str, **options: Any) -> Distillation:
 def ended(folder: Path, place: str = "auto 1", names: tuple[str, ...] = (), **options: Any) -> LightningModule:
     """After two epochs, each of four batches of 13 and one of 3."""
     data = text(folder)
-    made = {"optimizer": options.pop("optimizer")} if "optimizer" in options else {}
-    return fit(distillation(data, *names, **made), data, **{"precision": "64-true"} | on(place) | options)
+    return fit(distillation(data, *names), data, **{"precision": "64-true"} | on(place) | options)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +64,11 @@ def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_pa
     assert_same(weights(alone), weights(ended(tmp_path, place)), atol=1e-9)
 
 
-def test_local_sgd_of_every_step_is_one_process_sgd(tmp_path: Path) -> None:
-    every = {"strategy": LocalSGD(timeout=60, period=1)}
-    one, two = (ended(tmp_path, f"auto {n}", ("js",), optimizer=sgd, **more) for n, more in ((1, {}), (2, every)))
-    assert_same(weights(one), weights(two), atol=1e-9)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ddp 2 exact 4", "pipeline 2 exact 4"])
+def test_exact_bits_are_those_of_one_process(place: str, tmp_path: Path) -> None:
+    one, other = (weights(ended(tmp_path, where, precision="32-true")) for where in ("ddp 1 exact 4", place))
+    assert_same(one, other)
 
 
 @pytest.mark.parametrize("name", ["js", "cosine"])
@@ -140,7 +130,6 @@ def test_a_students_cross_entropy_is_computed_once(monkeypatch: pytest.MonkeyPat
 TEACHER = ["--teacher.num_layers", "2", "--teacher.num_heads", "2", "--teacher.embed_dim", "16"]
 STUDENT = ["--student.num_layers", "1", "--student.num_heads", "2", "--student.embed_dim", "8"]
 VARIANTS = ["--variants.reverse", "ReverseKL", "--variants.js", "JensenShannon", "--only", "ce", "kd", "reverse", "js"]
-UNTIED = ["--teacher.tie_weights", "false", "--student.tie_weights", "false", "--student.dropout", "0.1"]
 
 
 def flags(folder: Path, *more: str, student: str = "GPT", seeds: str = "1") -> list[str]:
@@ -240,54 +229,6 @@ def test_fewer_bits_are_better() -> None:
     said = conclude("ce", differences, BITS)
     assert "With 3 seeds, kd (-0.021) is better than ce" in said
     assert "t8 (+0.110) is worse than ce" in said
-
-
-def outcome(out: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    found = results(out)
-    rows = {"teacher": found["teacher"], **found["students"]}
-    files = {name: (out / "seed0" / name / "weights.pt").read_bytes() for name in rows}
-    return {name: row | {"step_ms": None, "fit_seconds": None} for name, row in rows.items()}, files
-
-
-def start(folder: Path, out: str, *more: str, before: Any = None) -> Run:
-    def main() -> None:
-        if before is not None:
-            before()
-        kd.main([*flags(folder, *more), "--out", str(folder / out)])
-
-    return Run(main, log=folder / f"{out}.log")
-
-
-@cache
-def exact(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    run = start(folder, "one", "--exact", "4", *UNTIED)
-    assert run.wait() == 0, run.output
-    return outcome(folder / "one")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exact")
-
-
-@pytest.mark.slow  # of one kind in tests/test_frozen.py
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, folder: Path) -> None:
-    run = start(folder, strategy, "--exact", "4", *UNTIED, "--trainer.strategy", strategy, "--trainer.devices", "2")
-    assert run.wait() == 0, run.output
-    assert outcome(folder / strategy) == exact(folder)
-    assert len(exact(folder)[1]) == 5
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_ends_the_same(folder: Path) -> None:
-    arm = kill_at(SafePoints, "on_train_batch_start", 14, after=True)  # the teacher's fit has ten batches
-    killed = start(folder, "again", "--exact", "4", *UNTIED, "--checkpoint_every", "1e-9", before=arm)
-    assert killed.wait() == -signal.SIGKILL, killed.output
-    assert (folder / "again" / "seed0" / "students.ckpt").exists()
-    resumed = start(folder, "again", "--resume", "true", "--trainer.devices", "2")
-    assert resumed.wait() == 0, resumed.output
-    assert outcome(folder / "again") == exact(folder)
 
 
 BIGRAMS = """

@@ -23,18 +23,7 @@ from lit_modules.objectives import Hinton
 from tests.training import SHAPE, assert_same, net
 
 State = dict[str, Tensor]
-QUICK = [
-    "--data.train_size",
-    "40",
-    "--data.test_size",
-    "20",
-    "--only",
-    "kd",
-    "--seeds",
-    "1",
-    "--trainer.max_epochs",
-    "1",
-]
+KD = ["--data.train_size", "40", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1"]
 
 
 def changed(state: State, pattern: str, replacement: str) -> State:
@@ -166,13 +155,11 @@ def test_two_sets_are_refused_or_said_where_nothing_chooses(tmp_path: Path) -> N
     assert load_weights(net(), file, "teacher_ckpt") == []
 
 
-def test_a_teacher_of_a_run_keeps_the_options_that_shapes_do_not_tell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_teacher_keeps_options_that_no_shape_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"num_heads": 4, "dropout": 0.0, "embed_dim": 8, "patch_size": 4, "num_layers": 1}
     options |= {"input_shape": [1, 8, 8], "num_classes": 10}
     save_net(ViT(**options), spec("lit_modules.nets.ViT", options), tmp_path / "teacher")
-    flags = [*QUICK, "--teacher", "ViT", "--teacher_ckpt", str(tmp_path / "teacher" / "weights.pt")]
+    flags = [*KD, "--teacher", "ViT", "--teacher_ckpt", str(tmp_path / "teacher" / "weights.pt")]
     flags += ["--teacher.embed_dim", "8", "--teacher.patch_size", "4", "--teacher.num_layers", "1"]
     with pytest.raises(SystemExit):
         kd.main([*flags, "--teacher.num_heads", "2", "--out", str(tmp_path / "run")])
@@ -184,7 +171,7 @@ def test_a_teacher_of_a_run_keeps_the_options_that_shapes_do_not_tell(
 def test_the_command_line_loads_averaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, average = (with_seed(seed, lambda: LightNN((1, 8, 8))) for seed in (1, 2))
     torch.save(two_sets(plain, average, "torchvision")[0], tmp_path / "w.pt")
-    flags = [*QUICK, "--teacher", "LightNN", "--out", str(tmp_path / "run")]
+    flags = [*KD, "--teacher", "LightNN", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
         kd.main([*flags, "--teacher_ckpt_ema", "true"])
     assert "error: --teacher_ckpt_ema true: expected --teacher_ckpt FILE beside it" in capsys.readouterr().err

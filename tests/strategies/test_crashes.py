@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.multiprocessing import ProcessRaisedException
 
-import strategies
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
@@ -24,7 +22,7 @@ from strategies.base.launchers import end_with_parent
 from tests.grids import mostly_slow
 from tests.processes import CONTEXT, Run, launch
 from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression
-from tests.training import LinesLogger, assert_same, trainer, weights
+from tests.training import LinesLogger, assert_same, on, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using `DistributedSampler`", "ignore:Checkpoint directory", "ignore:.*ckpt_path"
@@ -79,10 +77,9 @@ def saving(folder: Path) -> list[Callback]:
 
 
 def crash(name: str, folder: Path, fault: Crash) -> None:
-    strategy, options = strategies.NAMES[name]
     callbacks = [fault, *saving(folder), Hooks(folder)]
     logger = Finalized(folder / "lines")
-    here = running(resolve_name(strategy)(timeout=60, **options), callbacks=callbacks, logger=logger, **SAVES)
+    here = running(on(f"{name} 2")["strategy"], callbacks=callbacks, logger=logger, **SAVES)
     with quiet(), pytest.raises(Exception, match=r"a bug|SIGKILL|exit code 143"):
         here.fit(Regression(), Data(16 if name in WHOLE else 8))
     assert {*callbacks} <= {*here.callbacks}
@@ -108,8 +105,7 @@ def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0
         assert steps in {STEP, STEP + late}
         assert {int(values["step"]) for values in state["optimizer_states"][0]["state"].values()} == {steps}
     if name in EXACT:
-        path, options = strategies.NAMES[name]
-        strategy, rows = resolve_name(path)(timeout=60, **options), 16 if name in WHOLE else 8
+        strategy, rows = on(f"{name} 2")["strategy"], 16 if name in WHOLE else 8
         again = fit(strategy, rows, ckpt_path=folder / "on_exception.ckpt", weights_only=False)
         assert_same(weights(again), right, atol=1e-9)
 
@@ -123,7 +119,7 @@ def test_a_crash_of_all_ranks_keeps_the_steps(name: str, tmp_path: Path, undistu
 
 @pytest.mark.parametrize(("rank", "signum"), [(0, None), (1, None), (1, signal.SIGKILL)])
 @pytest.mark.parametrize("name", mostly_slow(["ddp", "ddp_allreduce", "ddp_ring"], "ddp"))
-def test_a_crash_of_one_rank_keeps_the_steps(
+def test_a_rank_that_crashes_keeps_the_steps(
     name: str, rank: int, signum: int | None, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     crash(name, tmp_path, Crash(rank, signum))
@@ -140,9 +136,7 @@ def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel
 
 
 @pytest.mark.parametrize("signum", mostly_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
-def test_a_signal_to_the_parent_alone_reaches_the_ranks(
-    signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_a_parents_signal_reaches_ranks(signum: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever has started the tests may ignore it
         crash("ddp", tmp_path, Crash(0, signum, to_parent=True))
@@ -152,9 +146,7 @@ def test_a_signal_to_the_parent_alone_reaches_the_ranks(
     check(tmp_path, "ddp", undisturbed, late=1)
 
 
-def test_a_rank_of_a_launcher_that_fails_alone_waits_for_nobody(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_a_launchers_rank_that_fails_waits_for_nobody(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     def main(rank: int, folder: Path) -> None:
         with quiet():
             running(DDP(timeout=60), callbacks=[Crash(rank=0), *saving(folder)], **SAVES).fit(Regression(), Data(8))

@@ -18,16 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from harness.runs.quiet import quiet
-from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN
 from lit_modules.objectives import CrossEntropy
-from lit_modules.tasks import ExactMean
 from strategies import DDP
-from strategies.exact.shards import bounds, part, spans
+from strategies.exact.shards import bounds, part
 from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
-from tests.training import MODULES, SHAPE, assert_same, digits, distillation, fit, net, on, trainer, weights
+from tests.training import MODULES, assert_same, digits, distil, distillation, fit, on, trainer, weights
 
 
 class Stranger(LightningModule):
@@ -95,13 +92,14 @@ def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.mark.parametrize(("run", "devices"), mostly_slow(itertools.product(MODULES, (2, 3, 8)), ("students", 3)))
-def test_bits_are_equal_on_any_number_of_processes(
+def test_bits_are_equal_on_devices(
     run: str, devices: int, on_one_process: Callable[[str], Bits], tmp_path: Path
 ) -> None:
     assert len(on_one_process(run)[1].splitlines()) > 6
     assert_same_bits(on_one_process(run), bits(MODULES[run], tmp_path, f"ddp {devices} exact 8"))
 
 
+@pytest.mark.slow
 def test_without_it_they_are_not(tmp_path: Path) -> None:
     one, three = (bits(distillation, tmp_path, place) for place in ("ddp 1", "ddp 3"))
     assert not same(one[0], three[0])
@@ -187,8 +185,8 @@ def test_a_shard_is_a_batch_of_its_own_to_the_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_student_that_fails_is_frozen_alone(devices: int) -> None:
-    students = {"bad": (net(), Poisoned(16)), "ce": (net(), CrossEntropy())}  # calls: 4 shards a step, 3 the last
-    module = Distillation(net(DeepNN), students, input_shape=SHAPE)
+    # calls: 4 shards a step, 3 the last
+    module = distil({"bad": Poisoned(16), "ce": CrossEntropy()})
     fit(module, digits(), devices, strategy=DDP(timeout=60, exact=8), max_epochs=4)
     alone = fit(distillation(["ce"]), digits(), strategy=DDP(exact=8), max_epochs=4)
     ended = {k: v for k, v in weights(module).items() if k.startswith("students.ce")}
@@ -252,20 +250,6 @@ def test_cuts_depend_on_sizes_alone() -> None:
         part([Nameless(torch.zeros(3), torch.zeros(4))], 0, 1)
     with pytest.raises(ValueError, match="one number of rows; there is none"):
         part({"n": torch.tensor(5)}, 0, 1)
-
-
-def test_shards_with_rows_lie_evenly_among_the_empty() -> None:
-    assert spans(37, 3) == [(0, 13), (13, 25), (25, 37)]
-    assert spans(3, 8) == [(0, 1), (1, 1), (1, 2), (2, 2), (2, 2), (2, 3), (3, 3), (3, 3)]
-    assert spans(27, 8, 8) == [(0, 9), (9, 9), (9, 18), (18, 18), (18, 18), (18, 27), (27, 27), (27, 27)]
-    assert spans(7, 2, 8) == [(0, 7), (7, 7)]
-    for size, parts, fewest in itertools.product(range(1, 70, 3), (1, 2, 3, 5, 8), (1, 8)):
-        found = spans(size, parts, fewest)
-        full = [b - a for a, b in found if a < b]
-        assert len(found) == parts
-        assert sum(full) == size
-        assert max(full) - min(full) <= 1
-        assert min(full) >= min(size, fewest)
 
 
 class Normed(LightningModule):
@@ -368,17 +352,3 @@ def test_what_can_not_be_exact_is_refused(case: str) -> None:
     make, place, rows, message = REFUSED[case]
     with pytest.raises(Exception, match=message):
         normed(rows, 16, make=make, **on(place))
-
-
-def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:
-    values = torch.rand(1000).mul(100)
-    means = []
-    for pieces in (values.split(7), values.flip(0).split(13)):
-        mean = ExactMean()
-        for piece in pieces:
-            mean.update(piece)
-        means.append(mean.compute())
-    assert means[0] == means[1]
-    assert means[0].item() == pytest.approx(values.double().mean().item(), abs=1e-9)
-    mean.update(torch.tensor([float("inf")]))
-    assert mean.compute().isnan()

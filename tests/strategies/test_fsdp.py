@@ -35,6 +35,7 @@ from tests.training import (
     assert_same,
     classifier,
     digits,
+    distil,
     distillation,
     fit,
     net,
@@ -92,8 +93,7 @@ class Foreign(LightningModule):
 
 
 def one_fails() -> Distillation:
-    students = {"bad": (net(), Poisoned(4)), "ce": (net(), CrossEntropy())}
-    return Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE)
+    return distil({"bad": Poisoned(4), "ce": CrossEntropy()})
 
 
 NO_ROWS = {"batch_size": 3, "train_size": 10}
@@ -178,9 +178,7 @@ class Watch(Callback):
     ("sharding", "times", "whole"),
     [({}, 1, False), ({"reshard_after_forward": False}, 1, True), ({"activation_checkpointing": True}, 2, False)],
 )
-def test_layers_are_put_together_computed_and_averaged_as_asked(
-    sharding: dict[str, Any], times: int, whole: bool
-) -> None:
+def test_layers_are_gathered_computed_and_averaged_as_asked(sharding: dict[str, Any], times: int, whole: bool) -> None:
     options = {"callbacks": [Watch(times, whole)], "max_epochs": 2, **ACCUMULATE}
     fit(CASES["blocks"][0](), small(validation_size=0), 1, strategy=FSDP(timeout=60, **sharding), **options)
 
@@ -232,9 +230,7 @@ def saved(path: Path) -> dict[str, torch.Tensor]:
     ("devices", "make", "parts", "resumed"),
     mostly_slow([(2, FSDP, 2, True), (3, FSDP, 3, False), (4, HSDP, 2, False)], (2, FSDP, 2, True)),
 )
-def test_a_rank_holds_its_part_of_the_state(
-    devices: int, make: type[FSDP], parts: int, resumed: bool, tmp_path: Path
-) -> None:
+def test_a_rank_holds_its_part(devices: int, make: type[FSDP], parts: int, resumed: bool, tmp_path: Path) -> None:
     module, start = distillation(["hint"], teacher_cache_mb=0).double(), {}
     if resumed:
         fit(module, small(), callbacks=[EverySecond(tmp_path)], **DOUBLE, max_steps=3)

@@ -89,9 +89,7 @@ def keep(path: Path, kind: Callable[..., DataParallel], devices: int) -> None:
 
 @pytest.mark.parametrize("devices", gpus(1, 2, 4))
 @pytest.mark.parametrize("kind", [DDP, ZeRO1])
-def test_exact_has_the_same_bits_again_and_on_more(
-    kind: Callable[..., DataParallel], devices: int, tmp_path: Path
-) -> None:
+def test_exact_has_the_same_bits_on_more(kind: Callable[..., DataParallel], devices: int, tmp_path: Path) -> None:
     for name, count in {"first": 1, "second": devices}.items():
         on_gpu(tmp_path, keep, tmp_path / name, kind, count)
     assert_same(torch.load(tmp_path / "first"), torch.load(tmp_path / "second"))

@@ -18,7 +18,7 @@ from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP, ModelParallel, ZeRO1
-from strategies.base.model_parallel import devices_of, in_turn
+from strategies.base.model_parallel import devices_of
 from strategies.ddp import Replicated
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
@@ -68,9 +68,7 @@ def test_outputs_gradients_and_noise_are_those_of_the_plain_module(devices: int 
 @pytest.mark.parametrize("split_size", [None, 11])
 def test_a_whole_batch_has_the_plain_modules_bits(split_size: int | None) -> None:
     split = ModelParallel(stages(), ["cpu"] * 3, split_size)
-    for theirs, ours in zip(
-        computed(plain(), images(torch.float32)), computed(split, images(torch.float32)), strict=True
-    ):
+    for theirs, ours in zip(*(computed(module, images(torch.float32)) for module in (plain(), split)), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -91,14 +89,6 @@ def test_tuples_are_several_arguments(split_size: int | None) -> None:
     x, y = torch.rand(2, ROWS, 5)
     split = ModelParallel([Halves(), Halves()], ["cpu"] * 2, split_size)
     torch.testing.assert_close(split(x, y), (2 * x, 2 * y))
-
-
-def test_all_stages_compute_at_once() -> None:
-    tutorial = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]  # (split, stage), as told to two GPUs
-    assert list(in_turn(3, 2)) == tutorial
-    told = list(in_turn(splits=5, stages=3))
-    assert sorted(told) == [(split, stage) for split in range(5) for stage in range(3)]
-    assert told[3:6] == [(0, 2), (1, 1), (2, 0)]  # a tick, of three devices
 
 
 # Where it lives
@@ -143,15 +133,6 @@ def test_devices_take_modules_by_their_parameters() -> None:
     assert [[p.is_meta for p in module.parameters()][:1] for module in modules] == [[False], [], [False], [], [True]]
     assert split.num_stages == 2
     assert split.double().get_submodule("4").weight.is_meta
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_have_gpus_in_order(processes: int) -> None:
-    given = [torch.device("cuda", i) for i in range(processes)]
-    dealt = [devices_of(process, [2] * processes, given, gpus=8) for process in range(processes)]
-    assert [str(device) for devices in dealt for device in devices] == [f"cuda:{i}" for i in range(2 * processes)]
-    cpus = [torch.device("cpu")] * processes
-    assert devices_of(processes - 1, [3] * processes, cpus, gpus=0) == [torch.device("cpu")] * 3
 
 
 # Checkpoints
@@ -269,19 +250,6 @@ def test_what_wants_one_device_says_so(strategy: Replicated, monkeypatch: pytest
     module = Fakes(ModelParallel([Weight(6), Weight(6)]))
     with pytest.raises(ValueError, match="expected plain ddp, without exact, for a ModelParallel on several GPUs"):
         on_gpus(module, 0, monkeypatch, strategy)
-
-
-def test_optimizer_states_go_to_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Fakes(ModelParallel([nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta")]))
-    strategy = on_gpus(module, 0, monkeypatch)
-    optimizer = torch.optim.Adam(module.parameters())
-    for p in module.parameters():  # as after a resume under Lightning, all on the root device
-        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(p.shape)}
-    strategy.optimizers = [optimizer]
-    strategy.on_train_start()
-    for state in optimizer.state.values():
-        assert not state["step"].is_meta
-        assert state["exp_avg"].is_meta
 
 
 # Faults and bad input

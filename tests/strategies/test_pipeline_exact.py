@@ -1,4 +1,4 @@
-"""The exact mode in a pipeline: the bits of one process."""
+"""The exact mode in a pipeline has the bits of one process, and checkpoints of a pipeline are those of one device."""
 
 from functools import partial
 from pathlib import Path
@@ -9,14 +9,17 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
+from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
+from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Plain, Plateau, ended, fitted, pipeline
+from tests.pipelines import MODULES, SCHEDULES, SHAPES, Conv, Make, Plain, Plateau, ended, fitted, pipeline
+from tests.processes import launch
 from tests.strategies.test_exact import assert_same_bits, bits
-from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, weights
+from tests.training import SHAPE, assert_same, classifier, digits, distillation, fit, net, trainer, weights
 
 
 @pytest.mark.parametrize("name", mostly_slow(["teacher", "students", "resnet8"], "students"))
@@ -127,3 +130,57 @@ def test_a_student_that_fails_is_frozen_alone() -> None:
     assert_same(
         {k: v for k, v in weights(module).items() if "bad" in k}, {k: v for k, v in before.items() if "bad" in k}
     )
+
+
+def resumed(make: Make, path: Path, hops: list[tuple[int, Any]]) -> dict[str, torch.Tensor]:
+    module = make()
+    for number, (devices, strategy) in enumerate(hops):
+        module, before = make(), path / f"{number}.ckpt"
+        last = number == len(hops) - 1
+        stop = SaveAndStop(path / f"{number + 1}.ckpt", 1000 if last else 2 * (number + 1))
+        options = {"strategy": strategy, "max_epochs": 4, "callbacks": [stop]}
+        with quiet():
+            ckpt = str(before) if number else None
+            trainer(devices, **options).fit(module, digits(), ckpt_path=ckpt, weights_only=True if number else None)
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", mostly_slow(["teacher", "students"], "teacher"))
+def test_runs_go_on_under_ddp_and_back(name: str, tmp_path: Path) -> None:
+    one = fitted(MODULES[name], strategy=DDP(exact=8), max_epochs=4)
+    shapes = [pipeline(exact=8, **options) for _, options in (SHAPES["3"], SHAPES["2x2"], SHAPES["4"])]
+    hops = [(2, DDP(timeout=60, exact=8)), (3, shapes[0]), (4, shapes[1]), (1, DDP(exact=8)), (2, shapes[2])]
+    assert_same(weights(one), resumed(MODULES[name], tmp_path, hops))
+    layouts = [torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in (1, 2, 3, 4)]
+    for layout in layouts[1:]:
+        assert list(layout["state_dict"]) == list(layouts[0]["state_dict"])
+        for a, b in zip(layouts[0]["optimizer_states"], layout["optimizer_states"], strict=True):
+            assert a["param_groups"] == b["param_groups"]
+            assert list(a["state"]) == list(b["state"])
+            for i, state in a["state"].items():
+                assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in b["state"][i].items()}
+
+
+def kept(rank: int, folder: Path) -> None:
+    """A script that fits and then saves, as each rank of torchrun's runs it."""
+    module, made = Conv(), trainer(2, strategy=pipeline())
+    with quiet():
+        made.fit(module, digits(validation_size=50))
+        made.save_checkpoint(folder / "after.ckpt")
+    torch.save(module.state_dict(), folder / f"weights{rank}.pt")
+
+
+def test_a_script_can_save_after_the_fit(tmp_path: Path) -> None:
+    for run in launch(kept, tmp_path):
+        assert run.wait() == 0, run.output
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    one = fitted(Conv)
+    module, made = Conv(), trainer(2, strategy=pipeline(), max_epochs=2)
+    with quiet():
+        made.fit(module, digits(validation_size=50))
+        made.save_checkpoint(tmp_path / "parent.ckpt")
+    for state in (saved["state_dict"], *(torch.load(tmp_path / f"weights{n}.pt") for n in range(2))):
+        assert list(state) == list(one.state_dict())
+        assert_same(state, weights(module))
+    assert len(saved["optimizer_states"][0]["state"]) == len(list(one.parameters()))
+    assert_same(torch.load(tmp_path / "parent.ckpt", weights_only=True)["state_dict"], weights(module))

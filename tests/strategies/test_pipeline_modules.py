@@ -1,18 +1,22 @@
-"""The pipeline under modules, data and trainers of others: the same as on one device."""
+"""The pipeline under modules, data and trainers of others: the same as on one device, in the order of their loaders."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from harness.runs.quiet import quiet
-from tests.pipelines import Clock, Plain, Slow, ended, pairs, pipeline, placed
+from lab.strategies import RPCHybrid
+from strategies.base.data_parallel import DataParallel
+from tests.grids import mostly_slow
+from tests.pipelines import Clock, Plain, Slow, ended, note_places, pairs, pipeline
 from tests.processes import launch
 from tests.training import LinesLogger, assert_same, trainer, weights
 
@@ -128,7 +132,7 @@ class Wrapped(nn.Module):
 
 def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
-    notes = placed(tmp_path / "names")
+    notes = note_places(tmp_path / "names")
 
     def loaders() -> Any:
         return {"a": DataLoader(pairs(), batch_size=8), "b": DataLoader(pairs(), batch_size=8)}
@@ -137,6 +141,23 @@ def test_layers_are_timed_as_they_are_trained(tmp_path: Path, monkeypatch: pytes
     both, _ = ended(TwoLoaders, pipeline(balance="time"), loaders, callbacks=[notes])
     assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", "net.1.scale", "net.2.scale"]]
     assert_same(one, both, atol=1e-9)
+
+
+class Uneven(Plain):
+    """Some layers take all the time, another has nearly all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 32), *(Slow() for _ in range(4)), nn.Linear(32, 32), nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize(("balance", "slow"), [("parameters", [1, 2, 3, 4]), ("time", [1, 2]), ([2, 5], [1])])
+def test_stages_are_balanced(balance: Any, slow: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.pipeline.cutting.time", Clock())
+    notes = note_places(tmp_path / "names")
+    both, _ = ended(Uneven, pipeline(balance=balance), max_epochs=1, callbacks=[notes])
+    assert notes.of_ranks()[0] == [["net.0.weight", "net.0.bias", *(f"net.{n}.scale" for n in slow)]]
+    assert_same(both, ended(Uneven, max_epochs=1)[0], atol=1e-9)  # measuring has left no trace
 
 
 def fails(rank: int, folder: Path) -> None:
@@ -160,3 +181,56 @@ def test_a_fit_that_fails_says_why_and_leaves_a_module(tmp_path: Path) -> None:
         assert run.wait() == 0, run.output
     assert (tmp_path / "error1").read_text() == """KeyError: "a bug of a stage's\""""
     assert (tmp_path / "error0").read_text().startswith("ConnectionError: rank 1 has gone")
+
+
+STRATEGIES: dict[str, Callable[[], DataParallel]] = {
+    "pipeline": lambda: pipeline(num_microbatches=3),
+    "rpc_hybrid": lambda: RPCHybrid(timeout=60),
+}
+
+
+class Seeds(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        torch.manual_seed(trainer.global_rank)
+
+
+@pytest.mark.parametrize("shuffle", mostly_slow([False, True], True))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_come_in_the_order_of_the_users_own_loader(strategy: str, shuffle: bool) -> None:
+    one, both = (
+        ended(Plain, made, lambda: DataLoader(pairs(), batch_size=8, shuffle=shuffle), callbacks=[Seeds()])[0]
+        for made in (None, STRATEGIES[strategy]())
+    )
+    assert_same(one, both, atol=1e-9)
+
+
+class Mixed(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return pairs()[int(torch.randint(37, ()))]
+
+
+class Noisy(Plain):
+    """Its first stage draws noise and its last none; logs how far apart the ranks' batches are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.5))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        own = batch[0].sum().item()
+        self.log("apart", abs(own - self.of_rank_one(own)))
+        return super().training_step(batch)
+
+    def of_rank_one(self, own: float) -> float:
+        return self.trainer.strategy.broadcast(own, src=1)
+
+
+@pytest.mark.filterwarnings("ignore:net.1. noise from torch's generator")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_layers_draw_does_not_part_the_ranks_batches(strategy: str, tmp_path: Path) -> None:
+    logger = LinesLogger(tmp_path / "lines")
+    mixed = DataLoader(Mixed(), batch_size=8)
+    ended(Noisy, STRATEGIES[strategy](), lambda: mixed, max_epochs=1, logger=logger, log_every_n_steps=1)
+    assert logger.values("apart") == [0.0] * 8

@@ -101,12 +101,8 @@ CUT: dict[str, tuple[Make, int, dict[str, Any], str]] = {
         variant("Manual", automatic_optimization=False), 2, {},
         "expected automatic optimization and Lightning's backward of Manual",
     ),
-    "noise": (
-        lambda: Plain(nn.Dropout(0.1)), 2, {"exact": 8}, "exact 8: expected apprentice.keyed.Dropout .* net.1"
-    ),
-    "no stages": (
-        LightningModule, 2, {}, "expected a module with pipeline_stages; LightningModule has none"
-    ),
+    "noise": (lambda: Plain(nn.Dropout(0.1)), 2, {"exact": 8}, "exact 8: expected apprentice.keyed.Dropout .* net.1"),
+    "no stages": (LightningModule, 2, {}, "expected a module with pipeline_stages; LightningModule has none"),
     "another's layer": (
         variant("Elsewhere", pipeline_stages=lambda self: [*self.net, nn.Dropout(0.5)]), 2, {},
         "pipeline_stages: expected modules of Elsewhere itself; a Dropout is not",
@@ -180,9 +176,7 @@ SHOWN: dict[str, tuple[Make, dict[str, Any], str]] = {
         cut(lambda x: x["x"] if isinstance(x, dict) else {"x": x}), {"balance": [2, 2]},
         "the stage that ends with Layer: expected a tensor or a tuple of tensors .* dict",
     ),
-    "rows": (
-        cut(torch.t), {"balance": [2, 2]}, r"ends with Layer: expected tensors with the batch's 2 rows first"
-    ),
+    "rows": (cut(torch.t), {"balance": [2, 2]}, r"ends with Layer: expected tensors with the batch's 2 rows first"),
     "rows of a tuple": (
         variant("WithHidden", net=nn.Sequential(nn.Linear(6, 3), Layer(lambda x: (x, x.expand(2, *x.shape)))),
                 pipeline_loss=lambda self, output, batch: loss(self, output[0], batch)), {},

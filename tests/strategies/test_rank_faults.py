@@ -1,7 +1,8 @@
-"""A rank that dies or hangs ends the whole run soon, with the error that matters first, and leaves no process."""
+"""A rank that dies or hangs ends the whole run soon, with the error that matters first; how ranks find each other."""
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from harness import cli
 from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPRing, ParamServer
 from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
-from strategies.base import missing_ranks
+from strategies.base import missing_ranks, rendezvous
 from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import classifier, digits, fit, trainer, weights
@@ -52,15 +53,7 @@ def start(does: Callable[[], Any], log: Path, devices: int = 3, **options: Any) 
     return Run(main, log=log)
 
 
-DIES = [
-    (DDP, None),
-    (DDP, 8),
-    (DDPRing, None),
-    (AllReduce, None),
-    (ZeRO1, None),
-    (FSDP, None),
-    (PipelineStrategy, None),
-]
+DIES = [(DDP, None), (DDP, 8), *((kind, None) for kind in (DDPRing, AllReduce, ZeRO1, FSDP, PipelineStrategy))]
 PAIRS = [(bug, DDP, None), (killed, DDP, None), (killed, PipelineStrategy, None), (bug, FSDP, None)]
 
 
@@ -143,3 +136,36 @@ def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_is_slow_changes_nothing() -> None:
     slow = fit(classifier(), digits(), 2, callbacks=[At(lambda: time.sleep(2))], strategy=DDP(timeout=30))
     assert all(map(lambda a, b: a.equal(b), weights(slow).values(), weights(fit(classifier(), digits(), 2)).values()))
+
+
+def test_rank_zero_serves_a_name_that_does_not_resolve() -> None:
+    """Only the other ranks need to resolve the address of rank 0."""
+    with rendezvous.bind("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    store = rendezvous.rendezvous(f"tcp://rank0.invalid:{port}", ("", 0), 0, 1, 5.0)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("own", "host", "refused"), [
+    ("127.0.1.1", "192.0.2.1", True), ("127.0.1.1", "127.0.1.1", False), ("192.0.2.2", "192.0.2.1", False),
+    (None, "192.0.2.1", True), ("127.0.1.1", None, False),
+])  # fmt: skip
+def test_gloo_needs_an_interface_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, host: str | None, refused: bool
+) -> None:
+    """A host name that leads to the loopback address, or nowhere, is refused in one line that names the variable."""
+
+    def resolve(name: str) -> str:
+        address = host if name == "first" else own
+        if address is None:
+            raise socket.gaierror
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if refused:
+        with pytest.raises(ConnectionError, match="GLOO_SOCKET_IFNAME: expected the network interface"):
+            rendezvous.check_interface("first")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    rendezvous.check_interface("first")

@@ -156,7 +156,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "ddp_zero1", "fsdp", "pipeline", "rpc_hybrid"))
-def test_a_trainer_goes_on_after_forked_ranks(
+def test_trainers_go_on_after_ranks(
     name: str, alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
@@ -211,9 +211,7 @@ MADE = [(make, strategy) for make in (Configured, SetUp) for strategy in (DDP, F
 
 
 @pytest.mark.parametrize(("make", "strategy"), mostly_slow(MADE, (Configured, PipelineStrategy), (SetUp, FSDP)))
-def test_layers_that_ranks_have_made_are_trained(
-    make: type[LightningModule], strategy: type[Strategy], tmp_path: Path
-) -> None:
+def test_layers_of_ranks_are_trained(make: type[LightningModule], strategy: type[Strategy], tmp_path: Path) -> None:
     module, right = make(), make()
     with quiet():
         running(None, tmp_path / "alone").fit(right, Columns())

@@ -1,4 +1,4 @@
-"""Ranks that compute a net's layers together end where one process ends, and its checkpoints are theirs."""
+"""Ranks that compute a net's layers together, or recompute layers, end where one process ends."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim import SGD
 
 from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
@@ -21,7 +23,7 @@ from strategies import DDP, FSDP
 from tests.callbacks import Notes
 from tests.processes import launch
 from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, goes_on, small
-from tests.training import SHAPE, Outcome, assert_agree, assert_same, fit, net, outcome, trainer, weights
+from tests.training import SHAPE, Outcome, assert_agree, assert_same, digits, fit, net, outcome, trainer, weights
 
 TWO, SQUARE = {"tensor": 2}, {"data": 2, "tensor": 2}
 
@@ -161,3 +163,53 @@ def test_what_can_not_be_cut_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fit(make(), small(), devices, strategy=FSDP(timeout=60, mesh=mesh), max_steps=1)
+
+
+WIDTH = 6
+
+
+class Changing(nn.Module):
+    """Scales by a state that each forward changes: in place, out of autograd's sight, by a new tensor, a number."""
+
+    state: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.count, self.linear = how, 0, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("state", torch.zeros(()))
+        self.other = nn.Module()
+        self.other.register_buffer("state", self.state)  # in two places
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.other.state += 1
+        elif self.how == "data":
+            self.state.data.add_(1)
+        elif self.how == "new":
+            self.state = self.state + 1
+        else:
+            self.count += 1
+        return self.linear(x).tanh() * (self.state + self.count) + x
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10)
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
+            nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
+            nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),  # by hooks
+            *(Changing(how) for how in ("in place", "data", "new", "number")),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(images.flatten(1))))
+
+
+def test_fsdp_trains_such_layers_as_one_device() -> None:
+    ended = []
+    for devices, options in ((1, {}), (2, {"strategy": FSDP(timeout=60, activation_checkpointing=True)})):
+        module = LitClassifier(with_seed(0, Blocks), optimizer=lambda parameters: SGD(parameters, 0.1))
+        ended.append(weights(fit(module, digits(), devices, precision="64-true", **options)))
+    assert_same(*ended, atol=1e-9)

@@ -1,8 +1,6 @@
 """Parameters that are frozen and unfrozen while a fit runs: all ranks go on with the same gradients."""
 
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.runs.quiet import quiet
-from lab.strategies import AllReduce, DDPPowerSGD, LocalSGD, ParamServer
+from lab.strategies import AllReduce, DDPPowerSGD, LocalSGD
 from strategies import DDP, FSDP, ZeRO1
 from tests.grids import mostly_slow
 from tests.training import assert_same, trainer, weights
@@ -228,9 +226,7 @@ class Sudden(Plain):
 
 @pytest.mark.parametrize("strategy", [DDP, AllReduce])
 def test_a_gradient_that_nothing_averages_is_named(strategy: Any) -> None:
-    with pytest.raises(
-        ProcessRaisedException, match=r"parameter net\.0\.weight: expected it to be unfrozen in on_train_batch"
-    ):
+    with pytest.raises(ProcessRaisedException, match=r"parameter net\.0\.weight: expected it to be unfrozen in on_"):
         ended(Sudden(), strategy(timeout=30))
 
 
@@ -241,13 +237,3 @@ def test_means_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mean", "Mean", "AVG", dist.ReduceOp.AVG):
         assert DDP().reduce(torch.tensor(1), reduce_op=name) == 2.5
     assert DDP().reduce(torch.tensor(1), reduce_op="SUM") == 5
-
-
-def test_a_server_logs_on_its_own_device() -> None:
-    received: list[Tensor] = []
-    fitting, here = SimpleNamespace(training=True), torch.device("meta")
-    server: Any = SimpleNamespace(_trainer=fitting, server=1, _serves=True, root_device=here)
-    server.broadcast = lambda value: received.append(value) or value
-    server._is_of_workers = partial(ParamServer._is_of_workers, server)
-    assert ParamServer.reduce(server, torch.ones(2)).device == here
-    assert received[0].device == torch.device("cpu")

@@ -2,9 +2,7 @@
 
 import gc
 import importlib
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,10 +17,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from apprentice.errors import BadInput
-from harness.runs.files import atomic, write_json
+from harness.runs.files import atomic
 from harness.runs.quiet import silence
 from lab.studies.attention.cases import Case
-from lab.studies.isolation import call_isolated, can_fork, children_end_with_block
+from lab.studies.isolation import call_isolated, can_fork
 from lab.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, use_kernel
 from lit_modules.nets.transformer import Block
@@ -45,25 +43,10 @@ class Operator(TypedDict):
     share: float
 
 
-class Outcome(TypedDict, total=False):
-    """Figures of a call, or why torch refuses it."""
+class Row(TypedDict, total=False):
+    """A measured case, or a product of matrices with a name, a part and a dtype, or why torch refuses it.
 
-    refused: str | None
-    kernel: str
-    peak_bytes: int | None
-    microseconds: float
-    iqr_microseconds: float
-    times: int
-    tflops_per_second: float
-    threads: int
-    matrix: int  # rows of the square matrices of a product
-    operators: list[Operator]  # of a profiled call
-
-
-class Row(Outcome, total=False):
-    """A measured case, or a product of matrices. A case has all fields of `Case`; those that the report reads are here.
-
-    A product has a name, a part and a dtype.
+    A case has all fields of `Case`; those that the report reads are here.
     """
 
     name: str
@@ -78,7 +61,17 @@ class Row(Outcome, total=False):
     backward: bool
     tutorial_us: float | None
     direction: str
+    refused: str | None
+    kernel: str
+    peak_bytes: int | None
+    microseconds: float
+    iqr_microseconds: float
+    times: int
+    tflops_per_second: float
     share_of_peak: float | None
+    threads: int
+    matrix: int  # rows of the square matrices of a product
+    operators: list[Operator]  # of a profiled call
 
 
 T = TypeVar("T")
@@ -114,19 +107,16 @@ class Bench:
         if self.device.type == "cuda" or not can_fork():
             gc.collect()
             return function()
-        with children_end_with_block(), tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "result.json"
 
-            def write() -> None:
-                os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
-                write_json(file, function())
+        def call() -> T:
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of the compiler's own
+            return function()
 
-            call_isolated(write, self.threads)
-            return json.loads(file.read_text())
+        return call_isolated(call, self.threads)
 
     # In a process of its own
 
-    def _measure_call(self, case: Case, folder: Path) -> Outcome:
+    def _measure_call(self, case: Case, folder: Path) -> Row:
         try:
             with silence(*LOGGERS), open_call(case, self.device) as call:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
@@ -135,10 +125,10 @@ class Bench:
                 memory = PeakMemory(self.device)
                 call()
                 peak = memory.bytes()
-                outcome: Outcome = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
+                figures: Row = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
                 if case.part == "profile":
-                    outcome["operators"] = self._profile(call, case, folder)
-                return outcome
+                    figures["operators"] = self._profile(call, case, folder)
+                return figures
         except BadInput as error:
             return {"refused": error.expected.partition("torch says: ")[2] or error.expected}
         except RuntimeError as error:
@@ -150,7 +140,7 @@ class Bench:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
-    def _time(self, call: Call, operations: float) -> Outcome:
+    def _time(self, call: Call, operations: float) -> Row:
         # Imported here, as it looks for a CUDA compiler, and prints if there is none
         from torch.utils.benchmark import Measurement, Timer
 
@@ -168,8 +158,8 @@ class Bench:
             "threads": torch.get_num_threads(),
         }
 
-    def _fastest_product(self, dtype: str) -> Outcome:
-        products: list[Outcome] = []
+    def _fastest_product(self, dtype: str) -> Row:
+        products: list[Row] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
             products.append({"matrix": n, **self._time(partial(torch.mm, a, b), 2 * n**3)})

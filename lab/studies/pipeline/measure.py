@@ -20,6 +20,7 @@ from harness.runs.files import write_json
 from harness.runs.progress import Lines
 from lab.studies.isolation import QUIET, Stoppable, fit_isolated
 from lab.studies.pipeline.cases import Case
+from strategies import PipelineStrategy
 
 LEARNING_RATE = 0.001  # the tutorial's
 WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
@@ -187,9 +188,8 @@ class _Steps(Stoppable):
             self._moments.append(time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        figures = {
-            "events": getattr(trainer.strategy, "events", []),
-            "sizes": getattr(trainer.strategy, "stage_sizes", []),
-            "seconds": [(stop - start) / self.batches for start, stop in pairwise(self._moments)],
-        }
+        strategy, seconds = trainer.strategy, [(stop - start) / self.batches for start, stop in pairwise(self._moments)]
+        figures: dict[str, Any] = {"events": [], "sizes": [], "seconds": seconds}
+        if isinstance(strategy, PipelineStrategy):
+            figures |= {"events": strategy.events, "sizes": strategy.stage_sizes}
         write_json(self.folder / f"rank{trainer.global_rank}.json", figures)

@@ -1,9 +1,10 @@
-"""Batches of fewer rows than ranks, and of one value a channel: any number of ranks trains as one, as the rule says."""
+"""BatchNorm with few rows, one value a channel or no running statistics: any number of ranks trains as one."""
 
 import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +20,14 @@ from lit_modules.nets import ResNet, globalise
 from lit_modules.objectives import FitNet, Hinton
 from strategies import FSDP, PipelineStrategy
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, digits, fit, on, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, trainer, weights
 
 SHAPES = {"1d": (nn.BatchNorm1d, (4,)), "1d of texts": (nn.BatchNorm1d, (4, 1)), "2d": (nn.BatchNorm2d, (4, 1, 1))}
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_only_value_of_a_channel_is_normalised_by_the_running_statistics(
-    shape: str, momentum: float | None
-) -> None:
+def test_the_only_value_of_a_channel_is_normalised_by_running_statistics(shape: str, momentum: float | None) -> None:
     kind, size = SHAPES[shape]
     ours, plain = globalise(kind(4, momentum=momentum).double()), kind(4, momentum=momentum).double()
     many, one = torch.randn(5, *size, dtype=torch.float64), torch.randn(1, *size, dtype=torch.float64)
@@ -75,7 +74,7 @@ def exactly() -> LitClassifier:
     return LitClassifier(with_seed(0, lambda: Reshaping(lambda layer: layer)), optimizer=partial(SGD, lr=0.1))
 
 
-def distilled() -> Distillation:
+def reshaping_students() -> Distillation:
     students = {"kd": (with_seed(0, Reshaping), Hinton()), "fitnet": (with_seed(2, lambda: ResNet(8, SHAPE)), FitNet())}
     teacher = with_seed(1, lambda: ResNet(8, SHAPE))
     return Distillation(teacher, students, SHAPE, optimizer=partial(SGD, lr=0.01), teacher_cache_mb=0)
@@ -89,7 +88,7 @@ def by_rank(make: Callable[[], Any], rows: int, place: str = "auto 1", **options
     return weights(module) | scores
 
 
-CASES = [(2, reshaping), (1, distilled), (1, reshaping), (2, distilled)]
+CASES = [(2, reshaping), (1, reshaping_students), (1, reshaping), (2, reshaping_students)]
 
 
 PLACES = ["ddp 2", "ddp 3", "fsdp 3", "ddp_zero1 3", "param_server 3"]
@@ -136,3 +135,57 @@ def test_two_pipelines_normalise_their_micro_batches_together_also_where_one_has
         loss.backward()
         optimizer.step()
     assert_same(weights(net), weights(plain), atol=1e-9)
+
+
+def normalised(seed: int) -> nn.Sequential:
+    def build() -> nn.Sequential:
+        norm = nn.BatchNorm1d(16, track_running_stats=False)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), norm, nn.Tanh(), nn.Linear(16, 10))
+
+    return with_seed(seed, build)
+
+
+def distillation(**options: object) -> Distillation:
+    students = {"kd": (net(), Hinton())}
+    return Distillation(normalised(1), students, SHAPE, optimizer=partial(SGD, lr=0.1), **options)
+
+
+def distilled(place: str) -> dict[str, Tensor]:
+    return weights(fit(distillation(), digits(), **on(place), precision="64-true"))
+
+
+def test_a_teacher_uses_global_statistics_and_is_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = distilled("auto 1")
+    line = "teacher's outputs are not stored: they depend on the batch, by its statistics in 2\n"
+    assert line in capsys.readouterr().out
+    assert_same(one, distilled("ddp 3"), atol=1e-12)
+    fit(distillation(teacher_cache_dir=tmp_path), digits())
+    assert not list(tmp_path.iterdir())
+
+
+def test_exact_shards_have_the_same_bits_on_any_number_of_ranks() -> None:
+    assert_same(distilled("ddp 1 exact 4"), distilled("ddp 3 exact 4"))
+
+
+def test_a_teacher_is_that_of_torch_in_training_and_evaluation() -> None:
+    images, plain = torch.rand(9, *SHAPE), normalised(1).eval()
+    module = distillation()
+    for mode in (True, False):
+        module.train(mode)
+        assert not module.teacher.training
+        torch.testing.assert_close(module.predict_beside_teacher(images)[0], plain(images))
+
+
+@pytest.mark.parametrize("exact", ["", " exact 4"])
+def test_nets_that_are_trained_and_scored_are_named_and_the_same_on_any_number_of_ranks(exact: str) -> None:
+    data, values = digits(batch_size=8, train_size=20, validation_size=0.3, test_size=10), []
+    for place in (f"ddp 1{exact}", f"ddp 3{exact}"):
+        with pytest.warns(UserWarning, match=r"Sequential keeps no running statistics in 2: its scores for a sample "):
+            module = LitClassifier(normalised(0), optimizer=partial(SGD, lr=0.1))
+        runner = trainer(**on(place), precision="64-true")
+        runner.fit(module, data)
+        scores = dict(runner.callback_metrics)
+        runner.test(module, data, verbose=False)
+        scores |= runner.callback_metrics
+        values.append(weights(module) | {name: torch.as_tensor(value) for name, value in scores.items()})
+    assert_same(*values, atol=0.0 if exact else 1e-9)
