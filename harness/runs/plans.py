@@ -2,11 +2,14 @@
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from apprentice.errors import BadInput
 from harness import cli
@@ -121,3 +124,15 @@ def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
                 whole = f"{VARIANTS}.{arm.variant}{fault.argument.removeprefix(flag)}"
                 raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
         raise
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit leaves in this process."""
+
+    seconds: float | None  # of training over all sessions; None if the module was only tested
+    epochs: float | None  # after which training ended; None if the module was only tested
+    scores: dict[str, float]  # what the test logged; nothing without one
+    device: torch.device  # where this process has the module
+    autocast: Callable[[], Any]  # makes the context of the Trainer's precision
+    samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_back
 from apprentice.batch import Batch
 from datamodules import InMemoryData
 from harness.reports import samples
-from harness.runs.fit import Fit
-from harness.runs.plans import Arm
+from harness.runs.plans import Arm, Fit
 from harness.runs.records import Failure, NetRecord
 from lit_modules.learner import Learner
 from strategies.base.private import TorchDispatchMode

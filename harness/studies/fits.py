@@ -1,27 +1,40 @@
 """Fits of an experiment: each leaves its nets, a record and rows in TensorBoard, and is not repeated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from apprentice.keyed import with_seed
 from harness import cli
 from harness.reports.hparams import log_row
-from harness.runs import safepoints
-from harness.runs.fit import fit_and_test
+from harness.runs import safepoints, signals
+from harness.runs.callbacks import drop_unsuited
+from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import Arm, FitPlan
-from harness.runs.progress import estimate_rest, progress
-from harness.runs.quiet import notice
+from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.progress import Show, Speed, estimate_rest, progress
+from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord
+from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
+from harness.runs.tensorboard import RunsLogger
+from harness.runs.trainer import finish_runs
 from harness.studies import costs
 from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
+from lit_modules.run_metrics import RunMetrics
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
@@ -101,13 +114,99 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     return not why
 
 
-def save_classifier(run: Session, seed: int, net: str) -> None:
-    """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
-    folder = run.out / f"seed{seed}" / net
-    loaded = with_seed(0, lambda: load_net(folder, "out"))
-    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
-    module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
-    save_checkpoint(module, folder / "classifier.ckpt")
+def fit_and_test(
+    run: Session, plan: FitPlan, module: Learner, score: str = "acc", extended: bool = False, show: Show | None = None
+) -> Fit:
+    """Fit the module, from its checkpoint if there is one, then, if it is to be tested, test its last weights once.
+
+    The module ends with the trained weights in this process, even if the trainer started others.
+
+    Args:
+        run: the session, with Trainers, data and loggers.
+        plan: what is trained, and how far.
+        module: its runs are the plan's arms, or it is one run.
+        score: of the validation, by which nets are judged.
+        extended: whether a finished fit goes on, as its Trainer has more epochs now.
+        show: makes what shows the progress.
+
+    Raises:
+        Interrupted: the user asked to stop; the checkpoint has what was trained.
+    """
+    folder, checkpoint = plan.folder(run.out), plan.checkpoint(run.out)
+    loggers = run.loggers(f"{folder.name}/{plan.name}")
+    state = safepoints.read(checkpoint) if checkpoint.exists() else None
+    if state is not None:
+        safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
+
+    def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
+        runs = [arm.name for arm in plan.arms]
+        curves = [RunsLogger(folder, runs, plan.name, purge_step, part, score)] if run.tensorboard else []
+        kwargs |= {**plan.trainer, "logger": [*curves, *loggers] or False, "plugins": [AtomicCheckpointIO()]}
+        return run.trainer(**kwargs, **({"show": show} if show else {}))
+
+    with quiet():
+        if not plan.is_trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
+            with _stop_after_save():
+                callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
+                callbacks += [] if plan.until is None else [Until(plan.until)]
+                epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
+                purge_step = state["global_step"] if state else 0
+                fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
+                drop_unsuited(run, plan.label, module, fitting)
+                for callback in fitting.checkpoint_callbacks:  # the user's, unless placed elsewhere
+                    if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                        callback.dirpath = str(folder / "checkpoints" / plan.name)
+                resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
+                fitting.fit(module, run.data, **resumed)
+            state = safepoints.read(checkpoint)
+        if state is not None:
+            safepoints.load(module, state, checkpoint)
+        path = checkpoint.with_suffix(".samples")
+        only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
+        testing = trainer(part=".test", callbacks=[SampleWriter(path)], **only_test)
+        scores = dict(testing.test(module, run.data, verbose=False)[0]) if plan.tested else {}
+        testing.strategy.barrier()
+        finish_runs(loggers)
+    samples: dict[str, dict[str, Tensor]] = {}
+    if is_main_process() and path.exists():
+        samples = torch.load(path)
+        path.unlink()
+    points = state["callbacks"]["SafePoints"] if state else {"seconds": None, "epochs": None}
+    device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
+    return Fit(points["seconds"], points["epochs"], scores, device, forward, samples)
+
+
+@contextmanager
+def _stop_after_save() -> Iterator[None]:
+    """Defer signals during a fit; raise Interrupted if it ended on account of one, in one process or many."""
+    try:
+        with signals.defer_signals():
+            yield
+    except (SystemExit, ProcessExitedException) as stop:
+        if isinstance(stop, ProcessExitedException) or stop.code == signals.SAVED:
+            signals.stop_if_requested()
+        raise
+    signals.stop_if_requested()
+
+
+class SampleWriter(Callback):
+    """Writes the values of single samples to a file, as ranks end with a test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(pl_module, RunMetrics):
+            values = pl_module.of_samples()
+            if trainer.is_global_zero:
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # of a loaded net nothing has been written yet
+                with atomic(self.path) as temporary:
+                    torch.save(values, temporary)
+
+
+def run_of(module: Learner, arm: Arm) -> str:
+    """Return the name of an arm's run in a module of several, "" in a module that is one run."""
+    return arm.name if arm.name in module.runs else ""
 
 
 def wait_for_main() -> None:
@@ -116,6 +215,10 @@ def wait_for_main() -> None:
         dist.barrier()
 
 
-def run_of(module: Learner, arm: Arm) -> str:
-    """Return the name of an arm's run in a module of several, "" in a module that is one run."""
-    return arm.name if arm.name in module.runs else ""
+def save_classifier(run: Session, seed: int, net: str) -> None:
+    """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
+    folder = run.out / f"seed{seed}" / net
+    loaded = with_seed(0, lambda: load_net(folder, "out"))
+    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
+    module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
+    save_checkpoint(module, folder / "classifier.ckpt")

@@ -22,7 +22,6 @@ from harness.cli.classes import import_class
 from harness.reports.hparams import log_row
 from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
-from harness.runs.fit import fit_and_test
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
@@ -31,7 +30,7 @@ from harness.runs.progress import progress
 from harness.runs.session import Session
 from harness.studies.choices import build_net, check_batch_size, check_net, judged_by, learner_options, match_classes
 from harness.studies.deploy import formats
-from harness.studies.fits import fit, wait_for_main
+from harness.studies.fits import fit, fit_and_test, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
