@@ -29,10 +29,8 @@ def script(**variables: str) -> None:
     """Prepare the process for its imports, which take seconds.
 
     Ctrl-C ends them without a traceback; `session` handles signals after them. A terminal shows that they go on.
-    The script's folder is no place to import from: `attention.py` there would hide the user's own.
-
-    Args:
-        variables: of the environment, where the user has not set them.
+    The script's folder is no place to import from: `attention.py` there would hide the user's own. Sets variables of
+    the environment where the user has not.
     """
     if sys.path[:1] == [str(Path(sys.argv[0]).resolve().parent)]:  # Python has put it there
         del sys.path[0]

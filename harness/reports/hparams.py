@@ -80,14 +80,9 @@ def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str,
 def log_run(
     folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, others: Iterable[str] = ()
 ) -> None:
-    """Write a finished run's row, and figures of its cost as scalars beside its curves.
+    """Write a finished run's row, its settings and its `score` by name, and its figures by key as scalars.
 
-    Args:
-        folder: of the run.
-        row: its settings and its score by name.
-        figures: by key.
-        score: the name of what nets are judged by.
-        others: names of settings that other rows have.
+    `others` are names of settings that other rows have.
     """
     with open_writer(folder, ".hparams") as writer:
         for figure in FIGURES:

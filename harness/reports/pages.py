@@ -165,12 +165,7 @@ def ended_early(run: Header) -> list[str]:
 
 
 def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None]) -> list[str]:
-    """Say which nets trained for fewer epochs than planned, and for how many.
-
-    Args:
-        trained: for each net the epochs of each seed.
-        planned: for each net.
-    """
+    """Say which nets trained for fewer epochs than planned, and for how many; `trained` has those of each seed."""
     nets: dict[str, list[str]] = {}
     for name, of_seeds in trained.items():
         epochs = [number for number in of_seeds if number is not None]

@@ -48,10 +48,7 @@ def progress(label: str, rest: Rest | None = None) -> Show:
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    A line has the accuracy, or another score, of each run: of validation, or else of training.
-
-    Args:
-        label: beginning of each line.
+    A line begins with the label and has the accuracy, or another score, of each run: of validation, or else of training.
     """
 
     def __init__(self, label: str) -> None:
@@ -119,9 +116,7 @@ class Lines(Callback):
 class Display(Lines):
     """Shows the state of a RunMetrics' fit below the lines of finished epochs: scores, speed, time left.
 
-    Args:
-        label: beginning of each line.
-        rest: text about the whole run, from the seconds that this fit has left and takes in all.
+    `rest` gives a text about the whole run, from the seconds that this fit has left and takes in all.
     """
 
     def __init__(self, label: str, rest: Rest | None = None) -> None:

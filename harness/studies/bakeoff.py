@@ -37,11 +37,7 @@ from lit_modules.learner import Learner
 class BakeOff:
     """A comparison of students; a subclass says what is built, by `teacher` and `students`.
 
-    Attributes:
-        arms: the students by name, those of `--only`; after `check` under `--zoo`, those that fit the nets.
-
-    Args:
-        session: its settings, data and folder.
+    `arms` are the students by name, those of `--only`; after `check` under `--zoo`, those that fit the nets.
     """
 
     def __init__(self, session: Session) -> None:

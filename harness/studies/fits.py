@@ -43,13 +43,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     """Fit and test what is planned, export its nets and measure their costs, unless that is done; returns the record.
 
     A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
-    the bits are the same.
-
-    Args:
-        run: the session, in its folder.
-        plan: the fit.
-        build: builds its module; one that is a single run trains the plan's only arm.
-        plans: all fits of the run.
+    the bits are the same. A module that is a single run trains the plan's only arm. `plans` are all fits of the run.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -119,15 +113,8 @@ def fit_and_test(
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then, if it is to be tested, test its last weights once.
 
-    The module ends with the trained weights in this process, even if the trainer started others.
-
-    Args:
-        run: the session, with Trainers, data and loggers.
-        plan: what is trained, and how far.
-        module: its runs are the plan's arms, or it is one run.
-        score: of the validation, by which nets are judged.
-        extended: whether a finished fit goes on, as its Trainer has more epochs now.
-        show: makes what shows the progress.
+    The module ends with the trained weights in this process, even if the trainer started others. Nets are judged by the
+    validation's `score`; `extended` says that a finished fit goes on, as its Trainer has more epochs now.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.

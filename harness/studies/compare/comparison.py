@@ -93,12 +93,8 @@ class Comparison:
 def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     """Compare runs; one with other settings than the first's has intervals but no verdict.
 
-    Args:
-        runs: at least one.
-        against: a setting for the horizontal axis of the picture.
-
     Raises:
-        BadInput: the runs don't have two numbers or more for this setting.
+        BadInput: the runs don't have two numbers or more for the setting `against`, the picture's horizontal axis.
     """
     first, metric, baseline = runs[0], runs[0].metric, runs[0].baseline
     usual = first.experiment.baseline

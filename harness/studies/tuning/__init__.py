@@ -37,11 +37,7 @@ FOLDER, PLAN = "tuning", "plan.json"
 
 
 class Tuning:
-    """The search for the settings of a bake-off's arms.
-
-    Args:
-        bake_off: its arms are tuned, as they were given.
-    """
+    """The search for the settings of a bake-off's arms, as they were given."""
 
     def __init__(self, bake_off: BakeOff) -> None:
         self.bake_off, self.arms, self.config = bake_off, bake_off.arms, bake_off.config
@@ -289,14 +285,7 @@ def last_score(net: NetRecord, metric: Metric) -> float | None:
 
 
 def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:
-    """Write the checkpoint of a fit for some of its runs, from which they go on alone.
-
-    Args:
-        before: of the fit of all `runs`, in the order of its parameter groups.
-        after: where it is written.
-        runs: names of the runs.
-        kept: those that go on.
-    """
+    """Write the checkpoint `after` of `before`, a fit of all `runs` in this order, from which the `kept` go on alone."""
     state = safepoints.read(before)
     Distillation.keep_students(state, runs, kept)
     state["callbacks"]["SafePoints"] |= {"finished": False, "seconds": 0.0}
