@@ -48,7 +48,7 @@ def progress(label: str, rest: Rest | None = None) -> Show:
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    A line begins with the label and has the accuracy, or another score, of each run: of validation, or else of training.
+    A line begins with the label and has the accuracy, or another score, of each run: of validation, else of training.
     """
 
     def __init__(self, label: str) -> None:
