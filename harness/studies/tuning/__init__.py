@@ -285,7 +285,7 @@ def last_score(net: NetRecord, metric: Metric) -> float | None:
 
 
 def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:
-    """Write the checkpoint `after`, from which the `kept` of a fit go on alone; `before` is that of all `runs` in order."""
+    """Write to `after` the checkpoint `before` of a fit of `runs`, in this order, of which the `kept` go on alone."""
     state = safepoints.read(before)
     Distillation.keep_students(state, runs, kept)
     state["callbacks"]["SafePoints"] |= {"finished": False, "seconds": 0.0}
