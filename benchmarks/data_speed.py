@@ -85,7 +85,7 @@ def ours(data: ImageFolder) -> Iterator[Tensor]:
     """Yield normalised batches; augment images in memory here, as on the training device."""
     streamed = isinstance(data.split("train"), Streamed)
     for batch in data.train_dataloader():
-        yield data.normalize(batch.inputs if streamed else data.augmented(batch.inputs, 0, batch.index))
+        yield data.normalize(batch.inputs if streamed else data.finish(batch.inputs, 0, batch.index))
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:

@@ -16,16 +16,14 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules.base import LIMITS, InMemoryData
 from datamodules.fingerprints import Fingerprint
-from datamodules.loaders import no_loaders
 from datamodules.shared_loaders import (
     DealtLoader,
     Loader,
     SharedLoader,
     class_names_of,
-    draw_batches,
-    fetch_batches,
     is_indexed,
     read_rows,
+    read_samples,
     unpack_pair,
 )
 from datamodules.splits import Split
@@ -54,6 +52,8 @@ class Adapted(InMemoryData):
         BadInput: the number of classes is not known; a loader gives no batch, or not (inputs, labels) with a class for
             each sample, or images that are no floats or of several sizes; data sets number their classes in two ways.
     """
+
+    train_inputs_repeat = False  # that is not known, so a teacher runs for every batch
 
     def __init__(self, data: LightningDataModule, num_classes: int | None = None) -> None:
         super().__init__(validation_size=0)
@@ -171,17 +171,7 @@ class Adapted(InMemoryData):
     def samples(self, part: str, chosen: Tensor, dtype: torch.dtype | None = None) -> Split:
         """The samples at these (k,) places in the order of a loader as it is for `seed`, normalised."""
         self.sizes  # noqa: B018 - set up
-        loader, read = self._loaders[part], list[tuple[Tensor, Tensor]]()
-        if is_indexed(loader):
-            order = torch.tensor([place for batch in draw_batches(loader, self.seed) for place in batch])
-            read = [unpack_pair(next(fetch_batches(loader, self.seed, [order[chosen].tolist()])))]
-            chosen = torch.arange(len(chosen))
-        else:
-            batches = iter(loader)
-            while sum(len(labels) for _, labels in read) <= int(chosen.max()):
-                read.append(unpack_pair(next(batches)))
-        inputs, labels = (torch.cat(batches)[chosen] for batches in zip(*read, strict=True))
-        inputs, labels = self._call_hooks(inputs, labels)
+        inputs, labels = self._call_hooks(*read_samples(self._loaders[part], self.seed, chosen))
         return Split(self.normalize(inputs, dtype), labels)
 
     def fingerprint(self) -> Fingerprint:
@@ -208,11 +198,6 @@ class Adapted(InMemoryData):
         }
 
     @property
-    def train_inputs_repeat(self) -> bool:
-        """Not known, so a teacher runs for every batch."""
-        return False
-
-    @property
     def example(self) -> Tensor:
         """(2, ...), inputs as a net takes them, of zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=self._dtype))
@@ -221,25 +206,15 @@ class Adapted(InMemoryData):
         """Floats of the `dtype`; whole numbers as they are."""
         return inputs.to(dtype or torch.get_default_dtype()) if inputs.is_floating_point() else inputs
 
-    def train_dataloader(self) -> "SharedLoader":  # type: ignore[override]
+    def train_dataloader(self) -> SharedLoader:  # type: ignore[override]
         """The loader's batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
         rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         self.data.trainer = self.trainer
         return SharedLoader(self._loaders["train"], self._order(self.sizes["train"]), rank, replicas)
 
-    def val_dataloader(self) -> "DealtLoader | CombinedLoader":  # type: ignore[override]
-        """The validation batches, each on one rank; no loader if there are none."""
-        return self._dealt_loader("validation") if "validation" in self._loaders else no_loaders()
-
-    def test_dataloader(self) -> "DealtLoader":  # type: ignore[override]
-        """The test batches, each on one rank; a Trainer's limit counts those of all ranks."""
-        return self._dealt_loader("test")
-
-    def predict_dataloader(self) -> "DealtLoader":  # type: ignore[override]
-        return self._dealt_loader("test")
-
-    def _dealt_loader(self, part: str) -> "DealtLoader":
+    def _evaluation_loader(self, part: str) -> DealtLoader:  # type: ignore[override]
+        """The part's batches, each on one rank; a Trainer's limit counts those of all ranks."""
         self.data.trainer = self.trainer
         kept = math.ceil(self._samples_in_limit(part, self.trainer) / self._batch_size(part))
         if isinstance(getattr(self.trainer, LIMITS[part], None), float):  # Lightning would apply it again

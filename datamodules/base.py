@@ -57,9 +57,6 @@ class InMemoryData(LightningDataModule):
             is still their mean. Default: every batch is split evenly.
         labelled: train students with the labels of so many training samples, in equal counts of all classes as far as
             they last, and with the teacher's outputs for all; the teacher has all labels. Default: all labels.
-
-    Raises:
-        BadInput: a value can't be used.
     """
 
     input_shape: tuple[int, ...]
@@ -160,10 +157,7 @@ class InMemoryData(LightningDataModule):
         return self.samples("test", torch.tensor(places)).inputs.numpy()
 
     def fingerprint(self) -> Fingerprint:
-        """Describe the samples of each part, so that a resumed run can tell whether they are those of before.
-
-        A copy of the data has the same fingerprint.
-        """
+        """Describe the samples of each part, a copy's alike, so that a resumed run can tell if they are other ones."""
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
 
     @property
@@ -218,14 +212,10 @@ class InMemoryData(LightningDataModule):
         return min(batches * size, count)
 
     def check_tokenizer(self, name: str, whose: str) -> None:
-        """Raise BadInput if samples are not made of this tokenizer's tokens, which the weights of `whose` net know.
-
-        Data without a choice of tokens take any.
-        """
+        """Raise BadInput if samples are other tokens than this tokenizer's, which the weights of `whose` net know."""
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return len(self.class_names)
 
     @property
@@ -241,8 +231,7 @@ class InMemoryData(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks.
 
-        Raises:
-            BadInput: fewer samples than ranks, or another number of fractions in `partition`.
+        BadInput if there are fewer samples than ranks, or another number of fractions in `partition`.
         """
         rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
@@ -264,11 +253,11 @@ class InMemoryData(LightningDataModule):
 
     def val_dataloader(self) -> ChunkLoader | CombinedLoader:
         """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
-        return self._chunks("validation") if self.sizes["validation"] else no_loaders()
+        return self._evaluation_loader("validation") if self.sizes["validation"] else no_loaders()
 
     def test_dataloader(self) -> ChunkLoader:
         """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
-        return self._chunks("test")
+        return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> ChunkLoader:
         return self.test_dataloader()
@@ -279,12 +268,9 @@ class InMemoryData(LightningDataModule):
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
 
-    def _chunks(self, part: str) -> ChunkLoader:
-        samples, size, kept = (
-            self._on_device(part),
-            self.evaluation_batch_size,
-            self._samples_in_limit(part, self.trainer),
-        )
+    def _evaluation_loader(self, part: str) -> ChunkLoader:
+        samples, size = self._on_device(part), self.evaluation_batch_size
+        kept = self._samples_in_limit(part, self.trainer)
         if kept == len(samples.labels):
             return ChunkLoader(samples, size, *self._rank_and_replicas())
         if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's

@@ -24,18 +24,12 @@ SUM = np.dtype("<u4")  # of a checksum
 
 
 class Decoded:
-    """Images of `encoded` at `places`, decoded into a file in `folder` by this process or an earlier one.
+    """Images of `encoded` at `places` (k,), decoded into a file in `folder` by this process or an earlier one.
 
-    The file's name is a hash of what determines its bytes, so runs with other subsets share it. It has a CRC-32 (n,)
-    of each image, 0 if it is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
+    The file's name is a hash of what determines its bytes, so runs with other subsets share it. It has a CRC-32 (n,) of
+    each image, 0 if it is not decoded yet, then their pixels (n, 3, H, W) uint8; it is sparse. It is read and not
     mapped: a mapping counts as memory of the process, and would end it if the file were cut short. An image without its
-    checksum is decoded again.
-
-    Args:
-        encoded: all images for which the file has room.
-        places: (k,) of the images to decode.
-        folder: of the file.
-        workers: processes that decode; None for this machine's cores.
+    checksum is decoded again, by so many `workers`, or this machine's cores.
 
     Raises:
         BadInput: an image can't be read, or the file can't be written.

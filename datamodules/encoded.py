@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -43,8 +43,8 @@ class Encoded:
     flag: ClassVar[str]  # the option that says where they are
     labels: Tensor
     image_size: int | None
-    first: str  # the name of an image; "" until `of_size`
-    size: tuple[int, int]  # its (H, W) when taken, and so of all
+    first: str = field(default="", kw_only=True)  # the name of an image
+    size: tuple[int, int] = field(default=(0, 0), kw_only=True)  # its (H, W) when taken, and so of all
 
     def name(self, place: int) -> str:
         """Of an image, for messages."""
@@ -73,10 +73,6 @@ class Encoded:
     def part(self, chosen: Tensor) -> Any:
         """The images at these (k,) places."""
         return replace(self, labels=self.labels[chosen])
-
-    def of_size(self, first: str, size: tuple[int, int]) -> Any:
-        """The same images, all of the (H, W) that the one named `first` has."""
-        return replace(self, first=first, size=size)
 
     def first_size(self) -> tuple[int, int]:
         """(H, W) of the first image when taken."""

@@ -131,11 +131,10 @@ class HuggingFaceImages(StoredImages):
         for part, split in self._choose_parts(names, validation).items():
             numbers = self._class_numbers(names[split], split)
             data, rows = self._undecoded(splits[split], image), np.arange(len(numbers))
-            sets[part] = Rows(numbers, self.image_size, "", (0, 0), data, image, split, rows)
+            sets[part] = Rows(numbers, self.image_size, data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
     def _load(self) -> Any:
-        """The splits by name."""
         need("datasets", "datasets")
         import datasets
 
@@ -152,7 +151,6 @@ class HuggingFaceImages(StoredImages):
         return splits
 
     def _columns(self, features: Any) -> tuple[str, str]:
-        """The columns of images and labels."""
         kinds = {name: type(feature).__name__ for name, feature in features.items()}
         image = self.image or next((name for name, kind in kinds.items() if kind == "Image"), "image")
         label = self.label or next((name for name, kind in kinds.items() if kind == "ClassLabel"), "label")

@@ -30,9 +30,6 @@ class ImageFolder(StoredImages):
     Args:
         root: the folder.
         options: those of StoredImages.
-
-    Raises:
-        BadInput: the folder is not as described, or as in StoredImages.
     """
 
     def __init__(self, root: str | Path = "data", image_size: int | None = None, **options: Any) -> None:
@@ -102,7 +99,7 @@ class ImageFolder(StoredImages):
         numbers = {name: label for label, name in enumerate(self.class_names)}
         names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
         labels = torch.tensor([numbers[name] for _, name in samples])
-        return Files(labels, self.image_size, "", (0, 0), self.root, names)
+        return Files(labels, self.image_size, self.root, names)
 
 
 def _is_hidden(path: Path) -> bool:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,16 +19,11 @@ from datamodules.streams import Finish, Streamed, read_batches
 
 
 class EpochOrder:
-    """The seeded order of the current epoch, the same on every rank.
+    """The seeded order of `size` samples in the current epoch, the same on every rank.
 
-    Lightning calls `set_epoch` before its passes, which begin at `position()`: above zero when a fit resumes in
-    mid-epoch. Other passes over the loader begin at the start.
-
-    Args:
-        size: number of samples.
-        seed: the training seed.
-        position: batches of the current epoch that the running fit has completed.
-        repeats: whether all epochs have the order of the first, as with a Trainer's `overfit_batches`.
+    Lightning calls `set_epoch` before its passes, which begin at `position()`, the batches of the epoch that the fit
+    has completed: above zero when it resumes in mid-epoch. Other passes over the loader begin at the start. If it
+    `repeats`, all epochs have the order of the first, as with a Trainer's `overfit_batches`.
     """
 
     def __init__(self, size: int, seed: int, position: Callable[[], int] = lambda: 0, repeats: bool = False) -> None:
@@ -92,36 +88,36 @@ class PartitionedOrder(EpochOrder):
         return (self._owners[start : start + count] == rank).nonzero().flatten()
 
 
-class TrainLoader:
-    """This rank's rows of each global batch, in the sampler's order.
+class Resumable:
+    """A loader with an empty state: Lightning would warn of one without when it resumes in mid-epoch.
 
-    The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
-    Batches are on the split's device.
-
-    Args:
-        split: the samples.
-        batch_size: samples in a global batch.
-        sampler: the order.
-        rank: of this process.
-        replicas: number of ranks.
-        labelled: (n,) bool, on the CPU, whose labels are known; others are hidden.
-        partners: whether a batch brings for each row the sample of the row before, to be mixed with.
-        finish: augmentation of streamed inputs.
+    The order follows from seed and epoch, the position from Lightning's progress.
     """
 
-    def __init__(
-        self,
-        split: Samples | Streamed,
-        batch_size: int,
-        sampler: EpochOrder,
-        rank: int = 0,
-        replicas: int = 1,
-        labelled: Tensor | None = None,
-        partners: bool = False,
-        finish: Finish | None = None,
-    ) -> None:
-        self.split, self.batch_size, self.sampler = split, batch_size, sampler
-        self.rank, self.replicas, self.labelled, self.partners, self.finish = rank, replicas, labelled, partners, finish
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class TrainLoader(Resumable):
+    """This rank's rows of each global batch, in the sampler's order, on the split's device.
+
+    The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
+    `labelled` (n,) bool, on the CPU, tells whose labels are not to be hidden. With `partners` a batch brings for each
+    row the sample of the row before, to be mixed with. `finish` augments streamed inputs.
+    """
+
+    split: Samples | Streamed
+    batch_size: int
+    sampler: EpochOrder
+    rank: int = 0
+    replicas: int = 1
+    labelled: Tensor | None = None
+    partners: bool = False
+    finish: Finish | None = None
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
@@ -151,31 +147,18 @@ class TrainLoader:
                 mixed = Partners(inputs[b:], labels[b:], index[b:])
             yield Batch(inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed)
 
-    # Without these two Lightning warns when it resumes in mid-epoch.
-    def state_dict(self) -> dict:
-        """Return nothing: the order follows from seed and epoch, the position from Lightning's progress."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Nothing to do."""
-
 
 class ChunkLoader:
     """A split in index order, in chunks dealt to the ranks in turn: chunk c goes to rank c % replicas.
 
-    Chunks are the same for any number of ranks, so kernels see the same shapes and give the same bits. Each sample is
-    visited exactly once. Every rank gets the same number of batches, the last perhaps empty. A batch stands for itself:
-    `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is 0). `index` (n,) int64 are the
-    places to visit; default: all.
+    Chunks are the same for any number of ranks, so kernels see the same shapes and give the same bits. Each sample of
+    `index` (n,), by default all, is visited exactly once. Every rank gets the same number of batches, the last perhaps
+    empty. A batch stands for itself: `replicas` is 1, `step` 0 and `count` its rows (1 if empty, so that its mean is
+    0).
     """
 
     def __init__(
-        self,
-        split: Samples | Streamed,
-        batch_size: int,
-        rank: int = 0,
-        replicas: int = 1,
-        index: Tensor | None = None,
+        self, split: Samples | Streamed, batch_size: int, rank: int = 0, replicas: int = 1, index: Tensor | None = None
     ) -> None:
         self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
         self.index = torch.arange(len(split.labels)) if index is None else index

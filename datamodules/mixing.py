@@ -1,6 +1,6 @@
 """Mixup and CutMix of the images of a batch, by draws for the seed and the step."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,31 +11,25 @@ from apprentice.batch import Batch, Mixed, Partners
 from apprentice.errors import BadInput
 
 
-class Mixing(NamedTuple):
+@dataclass(frozen=True)
+class Mixing:
     """Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019), as in torchvision; with both, half of the steps get each.
 
     The image of row r of a global batch is mixed with that of row r - 1, augmented as in that row, so batches are the
-    same on any number of devices. One share, and one box, is drawn for a step.
-
-    Args:
-        mixup: alpha of the share's distribution Beta(alpha, alpha); 0 for no mixup.
-        cutmix: the same for CutMix and the box's share of the image, before the box is clipped.
-
-    Raises:
-        BadInput: a number below 0, when `check` is called.
+    same on any number of devices. One share, and one box, is drawn for a step: mixup's share, or that of CutMix's box
+    in the image before the box is clipped, from Beta(alpha, alpha), alpha the value of each; 0 for none.
     """
 
     mixup: float = 0.0
     cutmix: float = 0.0
 
-    def check(self) -> None:
-        """Raise BadInput if an alpha can't be used."""
-        for name, alpha in self._asdict().items():
+    def __post_init__(self) -> None:
+        for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if not 0 <= alpha < float("inf"):
                 raise BadInput(f"data.{name}", alpha, "a number of 0 or more")
 
     def __bool__(self) -> bool:
-        return any(self)
+        return bool(self.mixup or self.cutmix)
 
     def __call__(self, batch: Batch, seed: int) -> Batch:
         """Mix a batch of floats (b, C, H, W) with its `Partners`; `mixed` of the result has the second labels."""

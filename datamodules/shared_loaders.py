@@ -3,7 +3,8 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import fold_in, with_seed
-from datamodules.loaders import EpochOrder
+from datamodules.loaders import EpochOrder, Resumable
 from datamodules.streams import quiet_worker
 
 Loader: TypeAlias = Any  # a DataLoader, or another iterable of batches (inputs, labels) with a length
 
 
-class SharedLoader:
+class SharedLoader(Resumable):
     """A rank's rows of each of a loader's batches, in the order of an epoch."""
 
     def __init__(self, loader: Loader, order: EpochOrder, rank: int, replicas: int) -> None:
@@ -35,15 +36,7 @@ class SharedLoader:
 
         parts = read_rows(self.loader, self.sampler.key, [(number, share) for number in range(start, len(self))])
         for step, part in enumerate(parts, epoch * len(self) + start):
-            yield Batch(part.inputs, part.labels, part.index, part.rows, part.count, self.replicas, step)
-
-    # Without these two Lightning warns when it resumes in mid-epoch.
-    def state_dict(self) -> dict:
-        """Return nothing, as the order follows from seed and epoch."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Nothing to do."""
+            yield part._replace(replicas=self.replicas, step=step)
 
 
 class DealtLoader:
@@ -60,29 +53,16 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         numbers = range(self.rank, len(self) * self.replicas, self.replicas)
-        choices = [(number, torch.arange) if number < self.kept else (self.kept - 1, _no_rows) for number in numbers]
+        none = self.kept - 1, lambda _: torch.arange(0)
+        choices = [(number, torch.arange) if number < self.kept else none for number in numbers]
         for part in read_rows(self.loader, self.key, choices):
-            yield Batch(part.inputs, part.labels, part.index, part.rows, max(len(part.rows), 1), 1, 0)
+            yield part._replace(count=max(len(part.rows), 1))
 
 
 Rows: TypeAlias = Callable[[int], Tensor]  # from the size of a batch to the rows to read
 
 
-class Part(NamedTuple):
-    """Some rows of a batch of `count`."""
-
-    inputs: Tensor
-    labels: Tensor
-    index: Tensor  # type: ignore[assignment]  # shadows tuple.index
-    rows: Tensor
-    count: int  # type: ignore[assignment]
-
-
-def _no_rows(_: int) -> Tensor:
-    return torch.arange(0)
-
-
-def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> Iterator[Part]:
+def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> Iterator[Batch]:
     """Read rows of batches; `choices` are the numbers of batches, which don't decrease, and their rows."""
     if not is_indexed(loader):
         batches, first, inputs, labels, at = iter(loader), 0, torch.empty(0), torch.empty(0), -1
@@ -91,7 +71,7 @@ def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> 
                 first += len(labels)
                 (inputs, labels), at = unpack_pair(next(batches)), at + 1
             rows = choose(len(labels))
-            yield Part(inputs[rows], labels[rows], rows + first, rows, len(labels))
+            yield Batch(inputs[rows], labels[rows], rows + first, rows, len(labels), 1, 0)
         return
     drawn = draw_batches(loader, key)
     chosen = [choose(len(drawn[number])) for number, choose in choices]
@@ -100,7 +80,19 @@ def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> 
     lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
     for whole, rows, batch in zip(places, chosen, fetch_batches(loader, key, lists), strict=True):
         inputs, labels = unpack_pair(batch)
-        yield Part(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole))
+        yield Batch(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole), 1, 0)
+
+
+def read_samples(loader: Loader, key: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Read inputs and labels of the samples at these (k,) places in a loader's order."""
+    if is_indexed(loader):
+        order = torch.tensor([place for batch in draw_batches(loader, key) for place in batch])
+        return unpack_pair(next(fetch_batches(loader, key, [order[chosen].tolist()])))
+    batches, read = iter(loader), list[tuple[Tensor, Tensor]]()
+    while sum(len(labels) for _, labels in read) <= int(chosen.max()):
+        read.append(unpack_pair(next(batches)))
+    inputs, labels = (torch.cat(parts)[chosen] for parts in zip(*read, strict=True))
+    return inputs, labels
 
 
 def is_indexed(loader: Loader) -> bool:
@@ -135,7 +127,7 @@ def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Ite
     # A DataLoader lets none of these be assigned.
     vars(changed).update(
         dataset=_Keyed(loader.dataset, key), batch_sampler=batches, generator=torch.Generator(), _iterator=None,
-        worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=_Collate(loader.collate_fn),
+        worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=partial(_collate, loader.collate_fn),
     )  # fmt: skip
     for batch in changed:
         if isinstance(batch, BadInput):
@@ -143,17 +135,12 @@ def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Ite
         yield batch
 
 
-class _Collate:
-    """Joins samples; returns a fault as BadInput, as an exception in a worker would lose its message."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:  # noqa: BLE001 - whatever a collate_fn makes of samples that differ
-            return BadInput("data", "a batch", f"samples that can be joined, of one size; they can't: {reason(error)}")
+def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Join samples; return a fault as BadInput, as an exception in a worker would lose its message."""
+    try:
+        return collate(samples)
+    except Exception as error:  # noqa: BLE001 - whatever a collate_fn makes of samples that differ
+        return BadInput("data", "a batch", f"samples that can be joined, of one size; they can't: {reason(error)}")
 
 
 class _Keyed(Dataset):

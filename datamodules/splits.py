@@ -33,11 +33,9 @@ class Split(NamedTuple):
     labels: Tensor
 
     def take(self, chosen: Tensor) -> "Split":
-        """Return the samples at these (k,) places."""
         return Split(self.inputs[chosen], self.labels[chosen])
 
     def to(self, device: torch.device) -> "Split":
-        """Move to a device."""
         return Split(self.inputs.to(device), self.labels.to(device))
 
 
@@ -63,7 +61,6 @@ class Windows(NamedTuple):
         return Split(windows[:, :-1], windows[:, 1:])
 
     def to(self, device: torch.device) -> "Windows":
-        """Move to a device."""
         return Windows(self.text.to(device), self.length)
 
 
@@ -173,13 +170,10 @@ def count_held_out(validation_size: float, size: int) -> int:
 def draw_train_and_validation(
     labels: Tensor, train_size: int | None, validation_size: float, seed: int, subset: Subset
 ) -> tuple[Tensor, Tensor]:
-    """Draw disjoint places in `labels` for training and for validation, each sorted.
+    """Draw disjoint places in `labels` for training and for validation, each sorted; BadInput if there are too few.
 
     Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
     for any `train_size`. At least one sample of each class is for training.
-
-    Raises:
-        BadInput: there are too few samples.
     """
     available, classes = len(labels), len(labels.unique())
     count = count_held_out(validation_size, available if train_size is None else train_size)

@@ -1,6 +1,7 @@
 """The base class of image sets that may not fit in memory: kept there, on disk, or read while training."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -82,7 +83,7 @@ class StoredImages(ImageData):
         if self.on_error == "skip":
             sets = {part: self._without_damaged(part, images, skipped) for part, images in sets.items()}
         first, size = sets["train"].name(0), sets["train"].first_size()
-        sets = {part: images.of_size(first, size) for part, images in sets.items()}
+        sets = {part: replace(images, first=first, size=size) for part, images in sets.items()}
         self.input_shape = (3, *size)
         if skipped:
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(skipped.items()))
@@ -139,7 +140,6 @@ class _Check(NamedTuple):
 
     @property
     def labels(self) -> Tensor:
-        """Labels (n,) of the images."""
         return self.images.labels
 
     def take(self, chosen: Tensor) -> Split:

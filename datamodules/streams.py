@@ -17,20 +17,20 @@ Finish = Callable[[Tensor, int, Tensor], Tensor]  # augments stored inputs (k, .
 
 
 class Streamed:
-    """Samples of a source, read at each use.
-
-    Args:
-        source: the samples; its labels are in memory.
-        workers: processes that read ahead for one rank; 0 for none, None for this machine's cores over its ranks.
-    """
+    """Samples of a source, read at each use by `workers` of each rank: None for this machine's cores over its ranks."""
 
     def __init__(self, source: Source, workers: int | None) -> None:
         self.source, self.workers, self.labels = source, workers, source.labels
         self.pinned, self.sharing = False, 1
 
-    def take(self, chosen: Tensor) -> Split:
-        """Read the samples at these (k,) places, each once even if it is there twice."""
-        return self.read_finished(chosen, None, 0)
+    def take(self, chosen: Tensor, finish: Finish | None = None, epoch: int = 0) -> Split:
+        """Read and augment the samples at these (k,) places, each once even if it is there twice."""
+        unique, inverse = chosen.cpu().unique(return_inverse=True)
+        repeats = len(unique) < len(chosen)
+        places = unique if repeats else chosen.cpu()
+        inputs, labels = self.source.take(places)
+        split = Split(inputs if finish is None else finish(inputs, epoch, places), labels)
+        return split.take(inverse) if repeats else split
 
     def to(self, device: torch.device, sharing: int = 1) -> "Streamed":
         """Return the stream for a rank on that device, one of `sharing` on its machine."""
@@ -39,27 +39,16 @@ class Streamed:
         return rank
 
     def read(self, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0) -> Iterator[Split]:
-        """Read samples with augmented inputs; `batches` are their places (k,).
-
-        Raises:
-            BadInput: as the source.
-            RuntimeError: a worker died.
-        """
+        """Read samples with augmented inputs; `batches` are their places (k,). RuntimeError if a worker died."""
         workers = max(1, cores() // self.sharing) if self.workers is None else self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-            splits = iter(
-                DataLoader(
-                    _Reader(self, finish, epoch),
-                    batch_size=None,
-                    sampler=batches,
-                    collate_fn=_identity,
-                    num_workers=workers,
-                    pin_memory=self.pinned,
-                    worker_init_fn=quiet_worker,
-                    generator=torch.Generator(),  # otherwise it draws from torch's
-                )
-            )
+            loader = DataLoader(
+                _Reader(self, finish, epoch), batch_size=None, sampler=batches, collate_fn=_identity,
+                num_workers=workers, pin_memory=self.pinned, worker_init_fn=quiet_worker,
+                generator=torch.Generator(),  # otherwise it draws from torch's
+            )  # fmt: skip
+            splits = iter(loader)
         try:
             for split in splits:
                 if isinstance(split, BadInput):
@@ -67,15 +56,6 @@ class Streamed:
                 yield split
         except (ConnectionError, EOFError) as lost:  # while it sent samples, before the loader sees it dead
             raise RuntimeError("DataLoader worker exited unexpectedly") from lost
-
-    def read_finished(self, chosen: Tensor, finish: Finish | None, epoch: int) -> Split:
-        """Read as `take`, and augment."""
-        unique, inverse = chosen.cpu().unique(return_inverse=True)
-        repeats = len(unique) < len(chosen)
-        places = unique if repeats else chosen.cpu()
-        inputs, labels = self.source.take(places)
-        split = Split(inputs if finish is None else finish(inputs, epoch, places), labels)
-        return split.take(inverse) if repeats else split
 
 
 class _Reader(Dataset):
@@ -86,7 +66,7 @@ class _Reader(Dataset):
 
     def __getitem__(self, chosen: Tensor) -> Split | BadInput:
         try:
-            return self.samples.read_finished(chosen, self.finish, self.epoch)
+            return self.samples.take(chosen, self.finish, self.epoch)
         except BadInput as fault:
             return fault
 

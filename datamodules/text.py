@@ -30,11 +30,7 @@ SHOWN = 10  # unknown characters in a message
 class Vocabulary:
     """Characters, numbered in Unicode order, or the 256 bytes of UTF-8.
 
-    Attributes:
-        characters: the known ones, each once and sorted; None for bytes.
-
-    Args:
-        characters: any text with all characters of the vocabulary; None for bytes.
+    `characters` is any text with all characters of the vocabulary; the attribute has each once, sorted. None for bytes.
     """
 
     def __init__(self, characters: str | None = None) -> None:
@@ -80,11 +76,7 @@ def _text(codes: np.ndarray) -> str:
 
 
 class Subwords:
-    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
-
-    Raises:
-        BadInput: it can't be had.
-    """
+    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`."""
 
     def __init__(self, name: str) -> None:
         need("transformers", "transformers")
@@ -103,19 +95,15 @@ class Subwords:
         return len(self._tokenizer)
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
-        """(n,) int64, the tokens of a text."""
         return torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     def same_as(self, other: "Subwords") -> bool:
-        """Whether both have the same tokens."""
         return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of tokens (n,)."""
         return str(self._tokenizer.decode(tokens.tolist()))
 
     def plain(self) -> dict[str, Any]:
-        """What `vocabulary_of` makes it of."""
         return {"tokenizer": self.name}
 
 
@@ -168,6 +156,7 @@ class Text(InMemoryData):
 
     task = "tokens"
     given_to_nets = ("vocab_size", "block_size")
+    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -193,11 +182,6 @@ class Text(InMemoryData):
     @property
     def evaluation_batch_size(self) -> int:
         return max(EVALUATED // self.block_size, 1)
-
-    @property
-    def train_inputs_repeat(self) -> bool:
-        """False: each epoch has its own blocks."""
-        return False
 
     def setup(self, stage: str | None = None) -> None:
         if self._splits:

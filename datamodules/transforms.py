@@ -19,13 +19,10 @@ class Transforms:
     """Transforms of (C, H, W) uint8 images to images of the same size, applied one after another.
 
     They draw from the generators of torch on the CPU, numpy and Python, which are seeded for each image and restored,
-    so an image's bits do not depend on the rank, the worker or the other images.
-
-    Args:
-        entries: each a name in `torchvision.transforms.v2`, an import path, one of these with options as
-            `{RandomErasing: {p: 0.2}}`, or a callable. An option `transforms` may hold entries in turn. A required
-            `size` is that of the images.
-        shape: (C, H, W) of the images.
+    so an image's bits do not depend on the rank, the worker or the other images. An entry is a name in
+    `torchvision.transforms.v2`, an import path, one of these with options as `{RandomErasing: {p: 0.2}}`, or a
+    callable. An option `transforms` may hold entries in turn. A required `size` is that of the images, whose `shape` is
+    (C, H, W).
 
     Raises:
         BadInput: there is no such transform or option, or it gives images of another type or size.

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
-import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
@@ -39,7 +38,7 @@ NCCL = Backend("nccl", "cuda")
 def parser() -> cli.Parser:
     """Make the command line: sizes, operations, backends, and the Trainer's devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_trainer(strategies.NAMES, loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
+    parser.add_trainer(loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
     return parser
 
 
@@ -68,4 +67,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.callbacks import check_callbacks
@@ -82,7 +81,7 @@ def parser() -> cli.Parser:
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}
     fixed = cli.OnResume(why="the learning rate of each step depends on how many there are")
     on_resume = {"max_steps": fixed, "max_epochs": fixed}
-    parser.add_trainer(strategies.NAMES, on_resume=on_resume, log_every_n_steps=50, **steps)
+    parser.add_trainer(on_resume=on_resume, log_every_n_steps=50, **steps)
     return parser
 
 
@@ -122,4 +121,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -23,7 +23,6 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
@@ -60,7 +59,7 @@ def parser() -> cli.Parser:
     parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
     parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
     parser.add_optimizer()
-    parser.add_trainer(strategies.NAMES, loggers=False, idle=IDLE, devices=default_devices())
+    parser.add_trainer(loggers=False, idle=IDLE, devices=default_devices())
     return parser
 
 
@@ -95,4 +94,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -25,7 +25,6 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from harness import cli
@@ -134,14 +133,14 @@ def parser() -> cli.Parser:
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", kinds, datamodules, "Digits")
     parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed=given_by_data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data)
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data, replaces="student")
+    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data, unless="students")
+    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
-    parser.add_trainer(strategies.NAMES, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
+    parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
@@ -208,4 +207,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

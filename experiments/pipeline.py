@@ -47,7 +47,7 @@ def parser() -> cli.Parser:
     parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
     strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
     idle = [*IDLE, "gradient_clip_val", "gradient_clip_algorithm"]
-    parser.add_trainer(strategies.NAMES, loggers=False, idle=idle, devices=default_devices(), strategy=strategy)
+    parser.add_trainer(loggers=False, idle=idle, devices=default_devices(), strategy=strategy)
     return parser
 
 
@@ -96,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

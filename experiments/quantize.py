@@ -50,7 +50,7 @@ def parser(data: Any = DATA) -> cli.Parser:
     parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
     parser.add_class("latency", Latency)
     parser.add_optimizer({"class_path": "Adam", "init_args": {"lr": 1e-4}})
-    parser.add_trainer(strategies.NAMES, max_epochs=5, log_every_n_steps=10)
+    parser.add_trainer(max_epochs=5, log_every_n_steps=10)
     return parser
 
 
@@ -99,4 +99,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -3,16 +3,19 @@
 Loading torch takes seconds and reads the environment. The pipe may lack characters, and may close before the end.
 """
 
+import atexit
 import codecs
+import gc
 import io
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 # Read by torch when it is loaded: its profiler logs to stderr, and so do ranks that lose another, with frames of C++.
 LOGS = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -38,11 +41,41 @@ def script(**variables: str) -> None:
         os.environ.setdefault(name, value)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    gc.disable()  # what imports make stays: looking at it again and again takes a tenth of a short run
+    timer = threading.Timer(PATIENCE, sys.stderr.write, ["loading torch and Lightning\n"])
+    timer.daemon = True
     if sys.stderr.isatty():
-        timer = threading.Timer(PATIENCE, sys.stderr.write, ["loading torch and Lightning\n"])
-        timer.daemon = True
         timer.start()
-        _loading.append(timer)
+    _loading.append(timer)
+
+
+def loaded() -> None:
+    """Say no more that imports go on, and collect garbage again, but not among what they have made."""
+    if not _loading:
+        return
+    _loading.pop().cancel()
+    gc.freeze()
+    gc.enable()
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's main and end the process with its exit code.
+
+    Threads are joined and exit functions run; Python does not take apart what was imported, which takes two seconds.
+    """
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        if isinstance(end.code, str):  # Python prints it
+            raise
+        code = end.code
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads, or it is closed
+            stream.flush()
+    os._exit(code or 0)
 
 
 @contextmanager
@@ -52,8 +85,7 @@ def console() -> Iterator[None]:
     Raises:
         SystemExit: with code 141, where a write found the pipe closed, as by `| head -1`.
     """
-    while _loading:
-        _loading.pop().cancel()  # the line about imports
+    loaded()
     try:
         try:
             with _plain_characters():

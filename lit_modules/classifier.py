@@ -27,11 +27,8 @@ class LitClassifier(Learner):
         scheduler: makes a learning-rate scheduler, as Learner steps it.
         seed: key of the dropout's noise.
         task: what a label is; `Tokens()` if the net gives logits (B, T, classes); default: `Classification`.
-        head_only: linear probing: only the net's last linear layer is trained (see `lit_modules.nets.heads`). All else
-            is frozen and stays in eval mode: no dropout, and BatchNorm keeps its statistics.
-
-    Raises:
-        BadInput: `head_only` of a net without such a layer.
+        head_only: linear probing: only the net's last linear layer, if it ends in one (`lit_modules.nets.heads`), is
+            trained. All else is frozen and stays in eval mode: no dropout, and BatchNorm keeps its statistics.
     """
 
     compiled = False
@@ -63,9 +60,6 @@ class LitClassifier(Learner):
             self.net.eval()
         return self
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [[p for p in self.net.parameters() if p.requires_grad]]
-
     def net_of(self, run: str) -> nn.Module:
         return self.net
 
@@ -83,7 +77,6 @@ class LitClassifier(Learner):
         return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | self.task.counts(batch)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The net's stages."""
         return pipeline_stages(self.net)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:

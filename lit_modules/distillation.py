@@ -17,7 +17,7 @@ from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
-from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, match_dtype, run
+from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import input_names, layer
@@ -25,10 +25,9 @@ from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.side_by_side import side_by_side
-from lit_modules.stored import TeacherCache, describe_sizes
 from lit_modules.student import CE, Student, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
-from lit_modules.teacher import leave_out_of_state, trained_teacher
+from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
 
 
 class Distillation(Learner):
@@ -67,6 +66,7 @@ class Distillation(Learner):
 
     students: Mapping[str, Student]
     has_teacher = True
+    saved = (*Learner.saved, "teacher_samples", "teacher_stored")
 
     def __init__(
         self,
@@ -101,9 +101,7 @@ class Distillation(Learner):
         check_parameters(self.teacher, self.students)
         self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
         self._storing, self._comparing = False, False
-        self.teacher_samples = (
-            0  # samples that the teacher has computed in training; again after a resume they count once
-        )
+        self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
         self._samples, self._labelled = samples, labelled
@@ -140,8 +138,8 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
-            known = teacher and match_dtype(teacher, student.net)
-            student.build(example, known, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
+            outputs = teacher and teacher.match_dtype(student.net)
+            student.build(example, outputs, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
     @property
@@ -165,7 +163,6 @@ class Distillation(Learner):
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether any student's objective uses the teacher."""
         return any(student.objective.uses_teacher for student in self.students.values())
 
     def sharded_modules(self) -> list[nn.Module]:
@@ -202,8 +199,8 @@ class Distillation(Learner):
     def net_of(self, run: str) -> nn.Module:
         return self.students[run].net
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [[p for p in student.parameters() if p.requires_grad] for student in self.students.values()]
+    def module_of(self, run: str) -> nn.Module:
+        return self.students[run]
 
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
@@ -260,10 +257,6 @@ class Distillation(Learner):
             if count < objective.fewest_related:
                 why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
                 raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["learner"] |= {"teacher_samples": self.teacher_samples, "teacher_stored": self.teacher_stored}
 
     @staticmethod
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:

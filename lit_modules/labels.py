@@ -16,11 +16,7 @@ from lit_modules.tasks.base import Range, Task
 
 
 class ChecksBatches(LightningModule):
-    """A module that raises BadInput for batches that it can't learn from, before they change its nets.
-
-    Attributes:
-        task: what a label is.
-    """
+    """A module that raises BadInput for batches that it can't learn from, before they change its nets."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()

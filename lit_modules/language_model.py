@@ -32,9 +32,6 @@ class LitLanguageModel(LitClassifier):
         tokens_per_character: 1 if tokens are characters; for bits per character.
         compiled: compile the net with torch.compile, in each rank at the start of a fit.
         seed: key of the dropout's noise.
-
-    Raises:
-        BadInput: a value can't be used.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class LitLanguageModel(LitClassifier):
     def configure_optimizers(self) -> Any:
         self.check_trainable()
         self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
-        (parameters,) = self.parameter_groups()
+        (parameters,) = self.parameter_groups().values()
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -35,21 +35,16 @@ class Learner(RunMetrics):
     """Trains one or several runs, such as the students of a distillation, which do not affect each other.
 
     Each run has a parameter group, a gradient norm and a loss scale of its own. A run with a loss or gradient that is
-    not finite has failed: its parameters no longer change, and `failed` names it.
+    not finite has failed: its parameters no longer change, and `failed` names it. The scheduler is stepped once an
+    epoch, but OneCycleLR and CyclicLR with each step of the optimizer. A module that is one run calls it "".
 
     Attributes:
+        saved: attributes that a checkpoint holds, beside the loss scales.
         optimizer_options: by run, options of the optimizer that are not those of the others.
         start: the state of one optimizer, and of a scheduler or None, with which a fit begins unless it is resumed.
-
-    Args:
-        runs: names of the runs; "" for a module that is one run.
-        task: what a label is, and how runs are scored.
-        optimizer: makes the optimizer from parameter groups, one a run.
-        scheduler: makes the learning-rate scheduler from the optimizer; stepped once an epoch, but OneCycleLR and
-            CyclicLR with each step of the optimizer.
-        seed: key of all noise in training.
     """
 
+    saved: tuple[str, ...] = ("train_sums", "samples", "epochs", "validated", "failed")
     optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     start: tuple[dict[str, Any], dict[str, Any] | None] | None = None
 
@@ -69,13 +64,16 @@ class Learner(RunMetrics):
         self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
         self._label_weight: float | None = None  # of the current batch, if it is a plain pair: see `apprentice.batch`
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """The trainable parameters of each run."""
+    def net_of(self, run: str) -> nn.Module:
         raise NotImplementedError
 
-    def net_of(self, run: str) -> nn.Module:
-        """The net of a run."""
-        raise NotImplementedError
+    def module_of(self, run: str) -> nn.Module:
+        """What of a run is trained: its net, perhaps with parts of an objective."""
+        return self.net_of(run)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """The trainable parameters of each run."""
+        return {run: [p for p in self.module_of(run).parameters() if p.requires_grad] for run in self.runs}
 
     def check_trainable(self) -> None:
         """Raise BadInput if a net is frozen."""
@@ -186,11 +184,10 @@ class Learner(RunMetrics):
     def _build_optimizer(self) -> Optimizer:
         """The optimizer of the runs' parameters; BadInput names one that it can't take."""
         self.check_trainable()
-        groups = dict(zip(self.runs, self.parameter_groups(), strict=True))
+        options = self.optimizer_options
+        groups = [{"params": group, **options.get(run, {})} for run, group in self.parameter_groups().items()]
         try:
-            return self.make_optimizer(
-                [{"params": group, **self.optimizer_options.get(run, {})} for run, group in groups.items()]
-            )
+            return self.make_optimizer(groups)
         except ValueError as error:
             for path, parameter in self.named_parameters():
                 if parameter.requires_grad:
@@ -221,7 +218,7 @@ class Learner(RunMetrics):
         if not gradient_clip_val:
             return
         clip = self.trainer.precision_plugin.clip_gradients  # a strategy that cuts the module may replace it
-        for parameters in self.parameter_groups():
+        for parameters in self.parameter_groups().values():
             run: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # all that it reads of an optimizer
             clip(run, gradient_clip_val, GradClipAlgorithmType(gradient_clip_algorithm or "norm"))
 
@@ -233,8 +230,7 @@ class Learner(RunMetrics):
         self._divide_accumulated()
         overflowed: list[str] = []
         if self.loss_scales.scalers:
-            groups = zip(self.runs, self.parameter_groups(), strict=True)
-            alive = {run: group for run, group in groups if run not in self.failed}
+            alive = {run: group for run, group in self.parameter_groups().items() if run not in self.failed}
             overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
             for run in overflowed:
                 if self.loss_scales.scalers[run].get_scale() < HOPELESS:
@@ -247,14 +243,9 @@ class Learner(RunMetrics):
     def on_before_backward(self, loss: Tensor) -> None:
         """Weigh the gradients of an accumulated batch of texts by its tokens, over those of the first batch."""
         if self.trainer.accumulate_grad_batches > 1 and loss.requires_grad and any(self._accumulated):
-            weight = self._accumulated[-1] / self._first_counted
+            weight = self._accumulated[-1] / next(filter(None, self._accumulated))
             if weight != 1:
                 loss.register_hook(lambda gradient: gradient * weight)
-
-    @property
-    def _first_counted(self) -> float:
-        """Tokens of the first accumulated batch that has any."""
-        return next(filter(None, self._accumulated))
 
     def _divide_accumulated(self) -> None:
         """Make the accumulated gradients of texts those of the mean over all of their tokens.
@@ -263,7 +254,7 @@ class Learner(RunMetrics):
         Those of samples stay so, as in torch's usual loop.
         """
         batches, total = self.trainer.accumulate_grad_batches, sum(self._accumulated)
-        factor = batches * self._first_counted / total if total and batches > 1 else 1.0
+        factor = batches * next(filter(None, self._accumulated)) / total if total and batches > 1 else 1.0
         self._accumulated.clear()
         if factor != 1:
             for p in self._parameters_of(self.runs):
@@ -274,7 +265,8 @@ class Learner(RunMetrics):
         """Log each run's learning rate and gradient norm, before clipping, by the names that Lightning gives them."""
         norm = getattr(self.trainer.strategy, "gradient_norm", gradient_norm)
         values: dict[str, float | Tensor] = {}
-        for run, group, parameters in zip(self.runs, optimizer.param_groups, self.parameter_groups(), strict=False):
+        groups = zip(optimizer.param_groups, self.parameter_groups().items(), strict=False)
+        for group, (run, parameters) in groups:
             values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
             if (total := norm(parameters)) is not None:
                 values[f"{run}/grad_2.0_norm_total"] = total
@@ -282,8 +274,8 @@ class Learner(RunMetrics):
         self.log_dict(tags(alive, "train"), batch_size=1)
 
     def _parameters_of(self, runs: Collection[str]) -> list[nn.Parameter]:
-        groups = zip(self.runs, self.parameter_groups(), strict=True) if runs else ()
-        return [p for run, group in groups if run in runs for p in group]
+        groups = self.parameter_groups() if runs else {}
+        return [p for run in groups if run in runs for p in groups[run]]
 
     def on_fit_end(self) -> None:
         """Restore the Trainer's loss scale; refuse data without a batch."""
@@ -297,7 +289,7 @@ class Learner(RunMetrics):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the running sums of an interrupted epoch, the failed runs and the loss scales."""
-        state = {name: getattr(self, name) for name in ("train_sums", "samples", "epochs", "validated", "failed")}
+        state = {name: getattr(self, name) for name in self.saved}
         checkpoint["learner"] = state | {"loss_scales": self.loss_scales.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -87,8 +87,8 @@ def _repeatable_terms(
 ) -> dict[str, Term]:
     """Terms that are equal in each call, even if the objective keeps state or draws noise; its parameters are fixed."""
     objective = copy.deepcopy(objective).eval().requires_grad_(False)
-    known = teacher and objective.adapt_teacher(select_view("", teacher))
-    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), known, labels))
+    adapted = teacher and objective.adapt_teacher(select_view("", teacher))
+    return keyed.with_seed(0, lambda: objective.terms(objective.adapt(student), adapted, labels))
 
 
 def _noise(student: Outputs, teacher: Outputs | None, low: float, high: float) -> Sample:

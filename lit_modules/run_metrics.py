@@ -11,9 +11,8 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
-from lit_modules.samples import PerSample, fidelity
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
-from lit_modules.tasks.scores import Scores
+from lit_modules.tasks.scores import PerSample, Scores, fidelity
 
 BAR = ("loss", "acc")  # means over runs, for a progress bar
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets import Outputs, any_kernel, cast_inputs, find_stage, pipeline_stages
+from lit_modules.nets.base import evaluating
 from lit_modules.nets.layers import input_names, observe
 from lit_modules.objectives.base import condense_teacher
 from lit_modules.student import TEACHER, Student
@@ -52,17 +53,13 @@ def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], 
     pieces = [[m for m, slot in zip(modules, slots, strict=True) if slot == stage] for stage in range(count)]
     stages = {path: find_stage(net, modules, path, layers[path]) for path in sorted(layers)}
     features = {path: (slots[number], module) for path, (number, module) in stages.items()}
-    modes = {m: m.training for m in net.modules()}
     widths: list[int] = []
     x: tuple[Tensor, ...] = (cast_inputs(net, example),)
-    with torch.no_grad(), any_kernel(net):
-        net.eval()
+    with evaluating(net), any_kernel(net):
         for piece in pieces:
             for module in piece:
                 x = _tuple(module(*x))
             widths.append(len(x))
-    for module, mode in modes.items():
-        module.training = mode
     return Track(pieces, features, input_names(net, layers), widths)
 
 

@@ -12,17 +12,10 @@ from apprentice import keyed
 from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming, reason
 from apprentice.relations import relate
-from lit_modules.nets import Outputs, globalise, layer, match_dtype, run
+from lit_modules.nets import Outputs, globalise, layer, run
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import (
-    condense_teacher,
-    fill_uncounted,
-    mask_tokens,
-    select_view,
-    weighted_sum,
-    widen_outputs,
-)
+from lit_modules.objectives.base import condense_teacher, fill_uncounted, mask_tokens, select_view, weighted_sum
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
@@ -33,7 +26,7 @@ class Rows(NamedTuple):
     """What a student's losses are computed from, for the rows of a rank or for all rows of the global batch."""
 
     student: Outputs
-    others: dict[str, Outputs]  # the teacher's by TEACHER, if the objective uses it, and the peers' by their names
+    sources: dict[str, Outputs]  # the teacher's by TEACHER, if the objective uses it, and the peers' by their names
     labels: Tensor  # (b,), or (b, T) of tokens
     places: Tensor  # (b,) int64, of the samples in their set
     mixed: tuple[Mixed, ...]  # the second labels of mixed samples; () if they are not mixed
@@ -61,15 +54,14 @@ class Student(nn.Module):
 
     def rows(self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch) -> Rows:
         """What the losses of this student are computed from, given the outputs of all for a rank's rows."""
-        others = {}
+        sources = {}
         if teacher is not None and self.objective.uses_teacher:
-            others[TEACHER] = widen_outputs(
-                self.objective.adapt_teacher(match_dtype(select_view(name, teacher), self.net))
-            )
+            view = select_view(name, teacher).match_dtype(self.net)
+            sources[TEACHER] = self.objective.adapt_teacher(view).widen()
         for peer in self.objective.peers:
-            others[peer] = widen_outputs(students[peer]).map(Tensor.detach)
+            sources[peer] = students[peer].widen().map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
-        return Rows(widen_outputs(students[name]), others, batch.labels, batch.index, mixed)
+        return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
 
     def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
@@ -83,12 +75,15 @@ class Student(nn.Module):
 
     def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
-        objective, student, others, labels = self.objective, rows.student, rows.others, rows.labels
+        objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
         counts = None
         if labels.dim() > 1 and label_weight is not None:
             counts = label_mask(labels)
-            student, others = mask_tokens(student, counts), {name: mask_tokens(x, counts) for name, x in others.items()}
-        teacher, peers = others.get(TEACHER), {name: others[name] for name in objective.peers}
+            student, sources = (
+                mask_tokens(student, counts),
+                {name: mask_tokens(x, counts) for name, x in sources.items()},
+            )
+        teacher, peers = sources.get(TEACHER), {name: sources[name] for name in objective.peers}
         if objective.relates_rows:
             place = place._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
         objective.place = place._replace(index=rows.places, peers=peers, counted=counts)
@@ -118,14 +113,9 @@ class Student(nn.Module):
     ) -> None:
         """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
 
-        Args:
-            example: inputs, such as zeros.
-            teacher: its outputs for them.
-            seed: of the parts' first weights.
-            flag: that named the objective.
-            samples: in the training set, if batches name their samples.
-            labelled: whether all of these have labels.
-            peers: outputs of the students by whose names the objective asks for them.
+        `teacher` are its outputs for these, and `peers` those of the students that the objective names. `flag` named
+        the objective; `samples` is the size of the training set, if batches name their samples, and `labelled` whether
+        all have labels.
 
         Raises:
             BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing; with hidden
@@ -142,13 +132,13 @@ class Student(nn.Module):
         globalise(objective.to(outputs.logits.dtype))
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
-            known = teacher and condense_teacher(teacher, {"": objective})
-            check_rows(objective, outputs, known, flag)
-            check_gradient(objective, outputs, known, flag)
-            if known is not None and not known.logits.isfinite().all():
-                check_finite(objective, outputs, known, flag)
+            condensed = teacher and condense_teacher(teacher, {"": objective})
+            check_rows(objective, outputs, condensed, flag)
+            check_gradient(objective, outputs, condensed, flag)
+            if condensed is not None and not condensed.logits.isfinite().all():
+                check_finite(objective, outputs, condensed, flag)
             if not labelled:
-                self.of_labels = check_labels(objective, outputs, known, flag)
+                self.of_labels = check_labels(objective, outputs, condensed, flag)
         except BadInput:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's objective does
@@ -181,7 +171,7 @@ def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
             layer(student.net, path, f"{flag}.{option}", objective.needs)
         for option, path in objective.teacher_layers.items():
             layer(teacher, path, f"{flag}.{option}")
-        others = [other for other in students if other != name]
-        if unknown := [peer for peer in objective.peers if peer not in others]:
-            listed = ", ".join(others) or "there are none"
+        peers = [peer for peer in students if peer != name]
+        if unknown := [peer for peer in objective.peers if peer not in peers]:
+            listed = ", ".join(peers) or "there are none"
             raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")

@@ -1,15 +1,30 @@
-"""The teacher of a distillation: a trained net, which is neither optimised nor saved."""
+"""The teacher of a distillation: a trained net, neither optimised nor saved, whose outputs may be stored."""
 
+import hashlib
+import os
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
-from lit_modules.nets import unwrap_logits
+from apprentice import replicas
+from apprentice.batch import Batch
+from apprentice.errors import BadInput, reason
+from apprentice.weights import read_saved
+from lit_modules.nets import Outputs, unwrap_logits
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.weights import load_weights
+from lit_modules.objectives import Objective
+from lit_modules.objectives.base import OWN
+
+LEAST = 2**20  # bytes that are worth a line
+LOGITS = ""  # their name in a file, which no layer has
+
+Teacher = Callable[[Tensor], Outputs]
 
 
 def trained_teacher(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
@@ -37,3 +52,150 @@ def _remove_teacher(_module: nn.Module, state: dict[str, Tensor], prefix: str, _
 
 def _allow_missing_teacher(_module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [k for k in keys.missing_keys if not k.startswith("teacher.")]
+
+
+class TeacherCache:
+    """A frozen teacher's outputs for all training samples, stored for the time of a fit, and in files for other runs.
+
+    Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits. A file is
+    named by the teacher's weights, all inputs, and the bits of the outputs for the first of them, which tell what
+    layers are read, how they are reduced, and the kernels of a machine. Runs may share the folder at any time.
+
+    Attributes:
+        outputs: by the sample's index; None if they are not stored.
+        max_bytes: how many they may take on a rank.
+    """
+
+    def __init__(
+        self, teacher: nn.Module, max_mb: int, folder: str | Path | None, tell: Callable[[str], object]
+    ) -> None:
+        self.outputs: Outputs | None = None
+        self.max_bytes, self.tell = max_mb * 2**20, tell
+        self.folder = Path(folder).expanduser() if folder else None
+        state = sorted(teacher.state_dict().items()) if folder else ()
+        self._weights = [_digest(name.encode(), value) for name, value in state]
+
+    def fill(self, data: Any, teacher: Teacher, use_files: bool) -> None:
+        """Compute or read the outputs for a data module's training set; say so if they take too much."""
+
+        def chunks() -> Iterator[Batch]:
+            in_order = data.train_in_order(replicas.rank(), replicas.count())
+            return (data.on_after_batch_transfer(chunk, 0) for chunk in in_order)
+
+        samples = data.sizes["train"]
+        if self.folder is not None and use_files:
+            self.outputs = self._read_or_compute(self.folder, chunks, samples, teacher)
+        else:
+            self.outputs = self._compute(chunks(), samples, teacher)
+        if self.outputs is None:
+            self.tell(f"teacher's outputs are not stored: they take more than {self.max_bytes / 2**20:g} MiB")
+
+    def _compute(self, chunks: Iterable[Batch], samples: int, teacher: Teacher) -> Outputs | None:
+        store: Outputs | None = None
+        for chunk in chunks:
+            outputs = teacher(chunk.inputs)
+            if store is None and (store := self._empty(outputs, samples)) is None:
+                return None
+            for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
+                whole[chunk.index] = x
+        return store and store.map(replicas.all_reduce_sum_)
+
+    def _empty(self, outputs: Outputs, samples: int) -> Outputs | None:
+        """Zeros for all samples, shaped as a chunk's outputs, which may have no rows; None for too many bytes."""
+        row_bytes = sum(x.new_empty(1, *x.shape[1:]).nbytes for x in outputs.tensors())
+        if row_bytes * samples > self.max_bytes:
+            return None
+        return outputs.map(lambda x: x.new_zeros(samples, *x.shape[1:]))
+
+    def _read_or_compute(
+        self, folder: Path, chunks: Callable[[], Iterable[Batch]], samples: int, teacher: Teacher
+    ) -> Outputs | None:
+        """A file that is damaged, or can't be written, is told in a line and changes no result."""
+        inputs, first, empty = 0, 0, None
+        for number, chunk in enumerate(chunks()):
+            if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
+                inputs += _digest(b"", chunk.index, chunk.inputs)
+            if number == 0:
+                few = teacher(chunk.inputs)
+                first = _digest(repr(list(few.features)).encode(), *few.tensors()) if not replicas.rank() else 0
+                empty = self._empty(few, samples)
+        if empty is None:
+            return None
+        device, words = empty.logits.device, 2**32
+        halves = [inputs % words, inputs // words % words, first % words, first // words]
+        low, high, *outputs = replicas.all_reduce_sum_(torch.tensor(halves, device=device)).tolist()
+        everything = [self._weights, (low + high * words) % words**2, outputs]
+        path = folder / f"teacher-{hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()}.pt"
+        is_there = torch.zeros(1, device=device)
+        if replicas.rank() == 0 and self._load(path, empty):
+            is_there += 1
+        if replicas.all_reduce_sum_(is_there):
+            self.tell(f"teacher's outputs read from {path}")
+            return empty.map(replicas.all_reduce_sum_)
+        computed = self._compute(chunks(), samples, teacher)
+        if replicas.rank() == 0 and computed is not None:
+            self._save(path, computed)
+        return computed
+
+    def _load(self, path: Path, store: Outputs) -> bool:
+        """Whether a file filled the store."""
+        if not path.exists():
+            return False
+        try:
+            saved = read_saved(path, "teacher_cache_dir")
+        except BadInput as error:
+            self.tell(f"teacher's outputs are computed anew: {error}")
+            return False
+        for name, x in _named(store).items():
+            x.copy_(saved[name])
+        return True
+
+    def _save(self, path: Path, outputs: Outputs) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")  # another run may write the same
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: x.cpu() for name, x in _named(outputs).items()}, temporary)
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's own for a full disk
+            self.tell(f"teacher's outputs are not kept in {path.parent}: {reason(error)}")
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        else:
+            self.tell(f"teacher's outputs kept in {path}")
+
+
+def _named(outputs: Outputs) -> dict[str, Tensor]:
+    return {LOGITS: outputs.logits, **outputs.features}
+
+
+def _digest(start: bytes, *tensors: Tensor) -> int:
+    """64 bits of a hash of tensors with their shapes and types."""
+    digest = hashlib.blake2b(start, digest_size=8)
+    for x in tensors:
+        digest.update(repr((tuple(x.shape), x.dtype)).encode())
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def describe_sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
+    """The size of all outputs, and of features by the students that read them: `12.3 MiB; 3.4 for at, sp`.
+
+    Empty if little is stored, or logits alone.
+    """
+    bytes_by_readers: dict[tuple[str, ...], int] = {}
+    for path, x in stored.features.items():
+        names = tuple(name for name, objective in objectives.items() if _reads(name, objective, path, stored))
+        bytes_by_readers[names] = bytes_by_readers.get(names, 0) + x.nbytes
+    total = stored.logits.nbytes + sum(bytes_by_readers.values())
+    if not bytes_by_readers or total < LEAST:
+        return ""
+    parts = [f"{size / 2**20:.1f} for {', '.join(names)}" for names, size in bytes_by_readers.items()]
+    return "; ".join([f"{total / 2**20:.1f} MiB", *parts])
+
+
+def _reads(name: str, objective: Objective, path: str, stored: Outputs) -> bool:
+    """Whether a student reads a feature: one that its objective condensed, or a raw one that it did not."""
+    if OWN in path:
+        return path.startswith(f"{name}{OWN}")
+    raw = path in objective.teacher_layers.values() and f"{name}{OWN}{path}" not in stored.features
+    return raw and objective.uses_teacher

@@ -1,4 +1,7 @@
-"""Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project."""
+"""Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project.
+
+Read `base.data_parallel` (how ranks start, meet and end), `exact.exact` (how a batch is run), then a strategy's module.
+"""
 
 from functools import partial
 from pkgutil import resolve_name
@@ -39,7 +42,9 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def register() -> None:
     """Register these strategies by name in Lightning's registry, which its automatic choice uses too."""
-    for name, (path, options) in NAMES.items():
+    variants = [name for name in StrategyRegistry.available_strategies() if "_find_unused_parameters_" in name]
+    variants_of_ddp = {name: (NAMES["ddp"][0], StrategyRegistry[name]["init_params"]) for name in variants}
+    for name, (path, options) in {**variants_of_ddp, **NAMES}.items():
         StrategyRegistry.register(name, partial(_build, path), name, override=True, **options)
         if name in FSDPStrategy._registered_strategies:  # Lightning refuses these names on CPUs
             FSDPStrategy._registered_strategies.remove(name)

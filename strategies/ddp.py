@@ -18,7 +18,7 @@ from strategies.exact import Exact
 # Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
 WRAPPER = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids", "output_device"}
 
-HOOK = "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"
+SET_BY_HOOK = "exact", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"
 
 
 class AveragesGradients(DataParallel):
@@ -56,10 +56,11 @@ class AveragesGradients(DataParallel):
         super().pre_backward(closure_loss)
 
 
-class Replicated(AveragesGradients):
-    """Wraps the module in DistributedDataParallel, which averages gradients while backward runs.
+class DDP(Exact, AveragesGradients):
+    """Lightning's distributed data parallel, forked on CPU; supports `--exact`.
 
-    A rank whose module is a ModelParallel has as many GPUs as that has stages; batches go to the last.
+    DistributedDataParallel averages gradients while backward runs. A rank whose module is a ModelParallel has as many
+    GPUs as that has stages; batches go to the last.
 
     Args:
         find_unused_parameters: look in each step for parameters that the loss does not depend on.
@@ -70,10 +71,10 @@ class Replicated(AveragesGradients):
         ddp_comm_hook: communicates a bucket of gradients.
         ddp_comm_wrapper: wraps the hook.
         model_averaging_period: steps between two averagings of the parameters; only for a PostLocalSGDState.
-        **kwargs: DistributedDataParallel's other options, and DataParallel's.
+        **kwargs: DistributedDataParallel's other options, and Exact's.
     """
 
-    _saves_alone = True
+    saves_alone = True
 
     def __init__(
         self,
@@ -101,13 +102,18 @@ class Replicated(AveragesGradients):
         self._unplaced: list[ModelParallel] = []  # those whose devices this strategy chooses
         self._split_devices: list[torch.device] | None = None
 
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.exact is not None and self._ddp_comm_hook is not None:
+            raise self._fault("no ddp_comm_hook, as gradients are added as whole numbers")
+
     def configure_ddp(self) -> None:
-        """Wrap the module."""
         # A share without rows has gradients in another memory order.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         self._pl_static_graph_delay_done = False  # Lightning's flag for the last wrapper
         super().configure_ddp()
-        self._averaged = {p for p in self._module.parameters() if p.requires_grad}
+        if self.exact is None:
+            self._averaged = {p for p in self._module.parameters() if p.requires_grad}
 
     def _average_unfrozen(self, batch_idx: int) -> None:
         """Wrap the module again, without a broadcast: replicas are equal, or differ on purpose as in LocalSGD."""
@@ -138,7 +144,6 @@ class Replicated(AveragesGradients):
         return super().root_device if self._split_devices is None else self._split_devices[-1]
 
     def setup_environment(self) -> None:
-        """Choose this rank's devices and join the process group."""
         self._splits = self._split_parts()
         self._unplaced = [split for split in self._splits if split.devices is None]
         self._split_devices = next((split.devices for split in self._splits), None)
@@ -156,7 +161,7 @@ class Replicated(AveragesGradients):
     @property
     def _one_device(self) -> bool:
         """Whether a rank needs its parameters on one device."""
-        return False
+        return self.exact is not None
 
     def _split_parts(self) -> list[ModelParallel]:
         return [part for part in self._module.modules() if isinstance(part, ModelParallel)]
@@ -173,13 +178,13 @@ class Replicated(AveragesGradients):
             split.place(self._split_devices)
         super().model_to_device()
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+    def _setup_model(self, model: nn.Module) -> Any:
+        if self._split_devices is None or self.exact is not None:
+            return super()._setup_model(model)
         for split in self._splits:
             if self.world_size > 1 and split.split_size is not None and (layers := split.gathering_layers()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
                 raise BadInput("split_size", split.split_size, f"None, {why}")
-        if self._split_devices is None:
-            return super()._setup_model(model)
         return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def on_train_start(self) -> None:
@@ -191,21 +196,7 @@ class Replicated(AveragesGradients):
                 state |= {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
 
     def teardown(self) -> None:
-        """Release the devices."""
         for split in self._unplaced:
             split.place(None)
         super().teardown()
         self._splits, self._unplaced, self._split_devices = [], [], None
-
-
-class DDP(Exact, Replicated):
-    """Lightning's distributed data parallel, forked on CPU; supports `--exact`."""
-
-    @property
-    def _one_device(self) -> bool:
-        return self.exact is not None
-
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        if self.exact is not None and self._ddp_comm_hook is not None:
-            raise self._fault("no ddp_comm_hook, as gradients are added as whole numbers")

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -114,24 +113,12 @@ class FSDP(SharedReplica):
         return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step the shards."""
         with self._explain_errors():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @property
-    def _tensor_size(self) -> int:
-        """Ranks that compute a replica together."""
+    def replica_size(self) -> int:
         return 1 if self.mesh is None else tensor_parallel.sizes(self.mesh, self._num_ranks)[1]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of replicas, and this rank's: its ranks read the same rows."""
-        size = self._tensor_size
-        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
-
-    @property
-    def _returns_predictions(self) -> bool:
-        return self.global_rank % self._tensor_size == 0
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -147,39 +134,36 @@ class FSDP(SharedReplica):
         return backend
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise BadInput for callbacks that average weights."""
         super().check_trainer(trainer)
-        averaging = StochasticWeightAveraging, WeightAveraging
-        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+        self._refuse_averaging(trainer)
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput if a replica has several ranks, which can't compute this module together."""
         super().check_module(module)
-        if self.mesh is not None and self._tensor_size > 1:
-            tensor_parallel.check(module, self.mesh, self._tensor_size)
+        if self.mesh is not None and self.replica_size > 1:
+            tensor_parallel.check(module, self.mesh, self.replica_size)
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh."""
         super().setup_environment()
         self._mesh = self._make_mesh()
         if self._tensor_mesh is not None:
+            self.undo.callback(replicas.set_group, None)
             replicas.set_group(self._mesh.get_group())
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the module up, unless a callback averages weights."""
         self.check_trainer(trainer)
         if self._tensor_mesh is not None:
             self.check_module(self._module)
-            if self.distributed_sampler_kwargs["num_replicas"] == 1:
+            if self.replica[1] == 1:
                 self._read_whole_batches(trainer)
-            self._set_metrics_group(replicas.group())
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            self._reduce_metrics(replicas.group())
+            self.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Shard the module instead of wrapping it."""
         sync_module_states(self._module)
-        self._interrupted = False
         try:
             self._sharding = Sharding(self._module, self._shard, self._cut)
         except ValueError as error:
@@ -189,11 +173,11 @@ class FSDP(SharedReplica):
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the ranks that shard a parameter, and keep those that compute a replica with this one."""
-        if self._tensor_size == 1:
+        if self.replica_size == 1:
             return init_device_mesh(self.root_device.type, (self.world_size,))
         mesh = self.mesh
         if not isinstance(mesh, DeviceMesh):
-            shape = self.world_size // self._tensor_size, self._tensor_size
+            shape = self.world_size // self.replica_size, self.replica_size
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TENSOR))
         self._tensor_mesh = mesh[TENSOR]
         return mesh[DATA]
@@ -297,19 +281,9 @@ class FSDP(SharedReplica):
             }
             optimizer.load_state_dict({**state, "state": states})
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Leave the module sharded, as other ranks may have gone."""
-        self._interrupted = True
-        super().on_exception(exception)
-
     def teardown(self) -> None:
-        """Make the module whole again on each rank."""
+        """Make the module whole again on each rank, or leave it sharded, where other ranks may have gone."""
         if self._sharding is not None and (self.world_size == 1 or not self._interrupted):
             self._sharding.undo()
-        self._sharding = None
-        if self._tensor_mesh is not None:
-            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-            self._set_metrics_group(None)
-            replicas.set_group(None)
-            self._tensor_mesh = None
+        self._sharding = self._tensor_mesh = None
         super().teardown()

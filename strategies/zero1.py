@@ -23,7 +23,7 @@ class ZeRO1(DDP):
     """
 
     _one_device = True
-    _saves_alone = False
+    saves_alone = False
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Assign the parameters to ranks, and drop the optimizer state of other ranks' shares."""

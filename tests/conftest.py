@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores, an
 os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")  # as the scripts set them, see harness/start.py
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
+import gc
 import importlib.util
 import sys
 from collections import Counter
@@ -47,6 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the files with the most slow tests first, so that two workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage off what is imported: each fork would look at, and so copy, all of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter end as usual."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

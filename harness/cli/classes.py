@@ -31,9 +31,15 @@ class Choice:
         """The class's short name."""
         return self.class_path.rpartition(".")[2]
 
-    def signature(self, key: str = "", skip: frozenset[str] = frozenset()) -> Signature:
-        """Return the options of the class; BadInput of this key if it can't be imported."""
-        return options_of(import_class(self.class_path, key), skip)
+    @property
+    def target(self) -> type:
+        """The class."""
+        return import_class(self.class_path, "")
+
+    @property
+    def signature(self) -> Signature:
+        """The options of the class."""
+        return options_of(self.target)
 
 
 Chosen: TypeAlias = Choice | list["Chosen"] | str | bool | None  # text: a name that Lightning looks up
@@ -153,7 +159,7 @@ def plain(chosen: Any) -> Any:
         return [plain(entry) for entry in chosen]
     if not isinstance(chosen, Choice):
         return chosen
-    options, values = chosen.signature(), chosen.init_args.items()
+    options, values = chosen.signature, chosen.init_args.items()
     plain_values = {name: plain(value) if _is_choice(value) else options.plain(name, value) for name, value in values}
     return {"class_path": chosen.class_path, "init_args": plain_values}
 
@@ -175,12 +181,12 @@ def build(choice: Any, key: str, **extra: Any) -> Any:
 
 def factory(choice: Choice, key: str, **extra: Any) -> Callable[..., Any]:
     """Bind the options of the chosen class, which then takes positional arguments; the result can be pickled."""
-    return functools.partial(import_class(choice.class_path, key), **arguments(choice, key, **extra))
+    return functools.partial(choice.target, **arguments(choice, key, **extra))
 
 
 def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
-    options, init_args = choice.signature(key), choice.init_args
+    options, init_args = choice.signature, choice.init_args
     chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
     with refusals(choice, key):
         values = options.instances({name: value for name, value in init_args.items() if name not in chosen})

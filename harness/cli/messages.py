@@ -44,11 +44,8 @@ ALSO_CALLED = {
     "workers": ["num_workers", "data ImageFolder --data.num_workers"], "world_size": ["devices"],
 }  # fmt: skip
 WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
-# What torch, numpy and Python say where memory ends, and how much they wanted.
-OUT_OF_MEMORY = re.compile(
-    r"^[\w.]*Error: .*(out of memory|can't allocate memory|Unable to allocate|CUBLAS_STATUS_ALLOC).*$|^MemoryError.*",
-    re.MULTILINE,
-)
+# What torch says where memory ends, and how much torch and numpy wanted.
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC")
 ALLOCATION = re.compile(r"allocate (memory: you tried to allocate )?(\d[\d.,]* \w+)")
 GOES_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
 # In which torchrun, Open MPI, SLURM and MPICH say which rank of its machine a process is.
@@ -70,12 +67,12 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def one_line(error: BaseException, parser: "Parser | None" = None) -> str | None:
+def one_line(error: BaseException, parser: "Parser | None" = None, process: str = "this process") -> str | None:
     """Return the message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
-    if lost := _lost(error):
-        return f"{lost}; {GOES_ON}"
     if isinstance(error, ProcessRaisedException):
-        return None if error.__cause__ is None else one_line(error.__cause__, parser)
+        return one_line(error.__cause__, parser, f"rank {error.error_index}") if error.__cause__ else None
+    if lost := _lost(error, process):
+        return f"{lost}; {GOES_ON}"
     if isinstance(error, BadInput):
         flag = parser.flag_of(error.argument) if parser else None
         return with_flag(BadInput(flag or error.argument, error.value, error.expected))
@@ -98,30 +95,27 @@ def _of_files(error: BaseException) -> str:
     return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
 
 
-def _lost(error: BaseException) -> str | None:
+def _lost(error: BaseException, process: str) -> str | None:
     """Say which process died or had too little memory, and what helps."""
     if isinstance(error, ProcessExitedException):
         how = f"was killed by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}"
-    if not isinstance(error, RuntimeError | MemoryError | ProcessRaisedException):
+    if not isinstance(error, RuntimeError | MemoryError):
         return None
     if worker := WORKER.search(str(error)):
         return f"{worker[0]}; with fewer --data.num_workers it takes less memory"
-    who, text = "this process", f"{type(error).__name__}: {error}"
-    if isinstance(error, ProcessRaisedException):
-        who, text = f"rank {error.error_index}", str(error)
-    if not (line := OUT_OF_MEMORY.search(text)):
+    if not isinstance(error, MemoryError) and not OUT_OF_MEMORY.search(str(error)):
         return None
-    allocation = ALLOCATION.search(line[0])
+    allocation = ALLOCATION.search(str(error))
     amount = f" for {allocation[2]} more" if allocation else ""
-    return f"{who} had no memory{amount}; with more --trainer.devices each needs less"
+    return f"{process} had no memory{amount}; with more --trainer.devices each needs less"
 
 
-def near(name: Any, names: Iterable[str], prefix: str = "") -> str:
+def near(name: Any, names: Iterable[str]) -> str:
     """Return the known names that look like this one, as the end of a message."""
     lower = {other.lower(): other for other in names}
     matches = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
-    return f"; near: {', '.join(prefix + match for match in matches)}" if matches else ""
+    return f"; near: {', '.join(matches)}" if matches else ""
 
 
 def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:

@@ -15,7 +15,7 @@ from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FIXED, FREE, Change, OnResume, check_same, rules_of
+from harness.cli.resuming import CALL, FIXED, FREE, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
@@ -33,7 +33,7 @@ class Entry:
     optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many, by names of the user's own
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
-    replaces: str = ""  # the key of a single choice, in place of which these are
+    unless: str = ""  # the key of choices by names: where there are some, none is made here
     about: str = ""  # describes texts in the help
 
 
@@ -45,12 +45,13 @@ class Parser:
         self.options = Signature(options)
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
-        self._quick_values = options.quick_values
         self._defaults: dict[str, Setting] = {}
         self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
+        if options.quick_values:
+            self.add_recipes("quick", {True: options.quick_values})
 
     def add_choice(
         self,
@@ -60,10 +61,11 @@ class Parser:
         default: Any,  # short name, or class_path and init_args; None makes `null` a choice
         skip: Iterable[str] = (),  # arguments of constructors that are not options
         fixed: Fixed | None = None,  # names more of them
+        unless: str = "",  # the key of variants: where there are some, nothing is chosen here
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(_as_tuple(bases), package, frozenset(skip))
-        self._add(key, Entry(optional=default is None, fixed=fixed), default)
+        self._add(key, Entry(optional=default is None, fixed=fixed, unless=unless), default)
 
     def add_variants(
         self,
@@ -72,14 +74,13 @@ class Parser:
         package: ModuleType,
         defaults: Mapping[str, Any],
         fixed: Fixed | None = None,  # as above
-        replaces: str = "",  # the key of a single choice: if names are given, none is made there
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self.classes[key] = Classes(_as_tuple(bases), package)
-        self._add(key, Entry(named=True, fixed=fixed, replaces=replaces), dict(defaults))
+        self._add(key, Entry(named=True, fixed=fixed), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -102,7 +103,6 @@ class Parser:
 
     def add_trainer(
         self,
-        strategies: training.Names,
         *,
         loggers: bool = True,
         on_resume: Mapping[str, OnResume] = MappingProxyType({}),
@@ -121,7 +121,7 @@ class Parser:
         rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
         self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
         self.classes["trainer.callbacks"] = training.CALLBACKS
-        self.classes["trainer.strategy"] = training.Strategies(names=strategies)
+        self.classes["trainer.strategy"] = training.Strategies()
         types = {**training.TYPES, "logger": bool}
         if loggers:
             self.classes["trainer.logger"], types = training.Loggers(), training.TYPES
@@ -162,7 +162,7 @@ class Parser:
             self._check(config)
             if run is not None:
                 self._check_same(run.parent, self._config(start), config, added)
-            elif config.resume and all(self.on_resume(flag).change is not Change.NONE for flag in early):
+            elif config.resume and all(self.on_resume(flag).change != "fixed" for flag in early):
                 none = "there is no config.yaml in it, and no setting for a new run"
                 raise BadInput("out", config.out, f"the folder of a run to go on with; {none}")
         if "print_config" in bare:
@@ -209,38 +209,23 @@ class Parser:
         values = {option: setting.value for option, setting in options.items()}
         return name == old if classes is None else classes.is_same(name, old, values)
 
-    def _drop_replaced(self, settings: Layer) -> tuple[Layer, list[str]]:
-        """Drop a single choice in whose place names are set. Return the other settings, and the keys of dropped ones.
-
-        Raises:
-            BadInput: the single choice is set, too.
-        """
-        keys: list[str] = []
-        for key, entry in self.entries.items():
-            if not entry.replaces or not (names := below(key, settings)):
-                continue
-            single = [flag for flag in settings if f"{flag}.".startswith(f"{entry.replaces}.")]
-            for flag in single:
-                if settings[flag].value is not None and settings[flag] is not self._defaults.get(flag):
-                    expected = f"it left out: --{key}.{next(iter(names))} is beside it, which names the nets"
-                    raise BadInput(flag, settings[flag].value, expected)
-            settings = {flag: setting for flag, setting in settings.items() if flag not in single}
-            keys.append(entry.replaces)
-        return settings, keys
+    def _leave_out(self, key: str, settings: dict[str, Setting], instead: str) -> None:
+        """Drop the settings of a choice in whose place others are named; BadInput if the user set one."""
+        for flag in [flag for flag in settings if f"{flag}.".startswith(f"{key}.")]:
+            setting = settings.pop(flag)
+            if setting.value is not None and setting is not self._defaults.get(flag):
+                raise BadInput(flag, setting.value, f"it left out: --{instead} is beside it, which names the nets")
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.prog, [*self.entries, *self.options.hints])
-        values = self._values(settings)
-        options = self.options.target(**{**(self._quick_values if values.get("quick") else {}), **values})
-        return Namespace(**choices, **vars(options))
+        resolver.check_complete(self.prog, self.entries, self.options.hints)
+        return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
 
     def _values(self, settings: Layer) -> dict[str, Any]:
         return {name: self.options.check(name, settings[name].value) for name in self.options.hints if name in settings}
 
     def _resolve(self, settings: Layer) -> tuple[Resolver, dict[str, Any]]:
         """Do the second pass: choices with their options; flags may still be missing or unknown."""
-        settings, replaced = self._drop_replaced(settings)
         resolver, choices = Resolver(settings, self.classes), dict[str, Any]()
         for key, entry in self.entries.items():
             classes = resolver.classes.get(key)
@@ -256,8 +241,11 @@ class Parser:
                 choices[key] = resolver.texts(key)
             elif entry.named:
                 choices[key] = resolver.named(classes, key)
+            elif instead := below(entry.unless, resolver.settings):
+                self._leave_out(key, resolver.settings, f"{entry.unless}.{next(iter(instead))}")
+                choices[key] = None
             else:
-                choices[key] = resolver.one(classes, key, entry.optional or key in replaced)
+                choices[key] = resolver.one(classes, key, entry.optional)
         return resolver, choices
 
     def _check(self, config: Namespace) -> None:

@@ -1,7 +1,7 @@
 """Makes choices of merged settings: for each class that is chosen its options, read and checked by jsonargparse."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -22,7 +22,7 @@ class Resolver:
     def __init__(self, settings: Layer, classes: Mapping[str, Classes]) -> None:
         self.settings, self.classes = dict(settings), dict(classes)
         self.flags: dict[str, tuple[Any, str]] = {}  # values and descriptions
-        self._places: dict[str, Any] = {}  # what stands at a key that may have options
+        self._unknown: list[BadInput] = []
         self._missing: list[BadInput] = []
 
     def one(self, classes: Classes, key: str, optional: bool = False) -> Chosen:
@@ -62,7 +62,8 @@ class Resolver:
             return self.choose(classes, key)
         self.flags[key] = name, ""
         if isinstance(name, list):
-            self._places[key] = name
+            positions = [str(i) for i in range(len(name))]
+            self._find_unknown(key, positions, lambda _: f"a position from 0 to {len(name) - 1} after {key}")
             for i, entry in enumerate(name):
                 if entry is None or isinstance(entry, list):
                     raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
@@ -70,7 +71,8 @@ class Resolver:
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
         chosen, sets = classes.find(name, key)
         if not isinstance(chosen, type):
-            self._places[key] = chosen
+            end = "" if chosen is None else f"; {chosen} is a name without options"
+            self._find_unknown(key, (), lambda _: f"--{key} with the name of a class beside it{end}")
             return chosen
         return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
 
@@ -82,7 +84,7 @@ class Resolver:
 
     def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""
-        self._places[key] = signature
+        self._find_unknown(key, signature.hints, signature.alternatives)
         values = {}
         for name, default in {**signature.defaults, **sets}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]
@@ -100,6 +102,13 @@ class Resolver:
                 self._missing.append(BadInput(flag, "(nothing)", expected))
         return values
 
+    def _find_unknown(self, key: str, names: Collection[str], expected: Callable[[str], str]) -> None:
+        """Note the settings below a key of other names, with what is expected in place of such a name."""
+        for flag, setting in below(key, self.settings).items():
+            name = flag.partition(".")[0]
+            if name not in names:
+                self._unknown.append(BadInput(f"{key}.{flag}", setting.value, expected(name)))
+
     def _value(self, flag: str) -> Any:
         """Return the value of a flag or, if there are settings below it, their mapping."""
         value = self.settings.get(flag, Setting(Missing)).value
@@ -115,32 +124,15 @@ class Resolver:
             return value
         return mapping if value is Missing else {"class_path": value, "init_args": mapping}
 
-    def check_complete(self, prog: str, plain: Iterable[str]) -> None:
-        """Raise BadInput for the first flag that is neither an option of a choice nor `plain`, or that is missing."""
-        valid_flags = {*self.flags, *plain}
+    def check_complete(self, prog: str, keys: Collection[str], plain: Collection[str]) -> None:
+        """Raise BadInput for the first flag that is below none of the keys nor `plain`, else for what was found."""
         for flag, setting in self.settings.items():
-            if flag not in valid_flags:
-                raise BadInput(flag, setting.value, self._expected(flag, prog, [*plain, *OF_A_CALL, *self.flags]))
-        for error in self._missing:
+            if flag not in plain and flag.partition(".")[0] not in keys:
+                near_ones = near_flag(flag, [*OF_A_CALL, *keys, *plain, *self.flags], "--")
+                expected = f"a flag of {prog}{near_ones or '; --help lists them'}"
+                raise BadInput(flag, setting.value, "it on the command line alone" if flag in OF_A_CALL else expected)
+        for error in [*self._unknown, *self._missing]:
             raise error
-
-    def _expected(self, flag: str, prog: str, flags: Iterable[str]) -> str:
-        """Say what is expected in place of a flag that does not exist."""
-        if flag in OF_A_CALL:
-            return "it on the command line alone"
-        if flag.endswith(".init_args"):
-            return "a mapping of options"
-        key, _, name = flag.rpartition(".")
-        while key and key not in self._places:
-            key, _, name = key.rpartition(".")
-        if not key:
-            return f"a flag of {prog}{near_flag(flag, flags, '--') or '; --help lists them'}"
-        place = self._places[key]
-        if isinstance(place, list):
-            return f"a position from 0 to {len(place) - 1} after {key}"
-        if isinstance(place, Signature):
-            return place.alternatives(name)
-        return f"--{key} with the name of a class beside it{f'; {place} is a name without options' if place else ''}"
 
 
 def _fit_to_hint(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:

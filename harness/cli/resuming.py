@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from apprentice.errors import BadInput
 
@@ -14,29 +12,24 @@ NOTHING = "(nothing)"
 PLACES = ("data.root", "data.path")
 
 
-class Change(Enum):
-    """How a setting may differ from that of the run that is resumed."""
-
-    CALL = "it is of one call, and no setting of the experiment"
-    FREE = "in any way: no result depends on it"
-    GROWTH = "a list has all entries of before, a number is larger, a switch is now on"
-    NONE = "not at all"
-
-
 @dataclass(frozen=True)
 class OnResume:
-    """The change of an option that a resumed run allows, and the reason where it allows no other."""
+    """How an option may differ from that of the run that is resumed, and the reason where it may not.
 
-    change: Change = Change.NONE
+    `call` is no setting of an experiment, but of one call; on `free` no result depends; `grows` lets a list have more
+    entries, a number be larger and a switch be on; `fixed` allows no change.
+    """
+
+    change: Literal["call", "free", "grows", "fixed"] = "fixed"
     why: str = ""
 
     @property
-    def metadata(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, "OnResume"]:
         """As a field of a dataclass has it: `field(default=3, metadata=GROWS.metadata)`."""
-        return MappingProxyType({"on_resume": self})
+        return {"on_resume": self}
 
 
-CALL, FREE, GROWS, FIXED = (OnResume(change) for change in Change)
+CALL, FREE, GROWS, FIXED = OnResume("call"), OnResume("free"), OnResume("grows"), OnResume("fixed")
 
 
 def rules_of(options: type) -> dict[str, OnResume]:
@@ -56,8 +49,8 @@ def check_same(
         was, now, rule = before.get(flag, NOTHING), after.get(flag, NOTHING), on_resume(flag)
         if (was == now and type(was) is type(now)) or flag in PLACES:  # 1 batch is not 1.0 of all
             continue
-        grows = rule.change is Change.GROWTH
-        if rule.change in {Change.CALL, Change.FREE} or (grows and _is_more(flag, was, now)):
+        grows = rule.change == "grows"
+        if rule.change in {"call", "free"} or (grows and _is_more(flag, was, now)):
             continue
         if not any(flag == key or flag.startswith(f"{key}.") for key in new):
             least = f"no --{flag}" if was in (None, NOTHING) else f"{was} or more" if grows else str(was)

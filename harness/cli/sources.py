@@ -85,6 +85,8 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
+        if flag.endswith(".init_args"):
+            raise BadInput(flag, value, f"a mapping of options{place}")
         if flag in settings:
             raise BadInput(flag, value, f"one value; {shorten(str(settings[flag].value))} is there, too{place}")
         if isinstance(value, str) and "\0" in value:  # which no path can have

@@ -1,7 +1,6 @@
 """The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from apprentice.errors import BadInput
-from harness.cli.classes import Choice, Chosen, Classes, factory, import_class, refusals
+from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
-
-Names = Mapping[str, tuple[str, Mapping[str, Any]]]  # import paths by short name, with the options that it sets
+from strategies import NAMES
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
     "barebones": "it left out: a run has curves and checkpoints; --trainer.logger false writes fewer files",
@@ -94,7 +92,7 @@ class Strategies(Classes):
     bases: tuple[type, ...] = (Strategy,)
     package: ModuleType = strategies
     skip: frozenset[str] = NOT_OPTIONS
-    names: Names = field(default_factory=dict)  # the project's own
+    names: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=lambda: NAMES)  # the project's own
 
     @property
     def by_name(self) -> dict[str, type]:
@@ -121,7 +119,8 @@ class Strategies(Classes):
 
     def path(self, chosen: type, name: str) -> str:
         """Return the class path to write down, the same for all paths of a class of ours."""
-        return next((path for path, _ in self.names.values() if _find_loaded(path) is chosen), name)
+        same_name = (path for path, _ in self.names.values() if path.endswith(f".{chosen.__name__}"))
+        return next((path for path in same_name if resolve_name(path) is chosen), name)
 
     def expected(self, name: Any = "") -> str:
         """Return all short names, for a message, and those near to `name`, Lightning's too."""
@@ -138,14 +137,8 @@ class Strategies(Classes):
 
     def exact(self, chosen: Chosen) -> bool:
         """Return whether a choice can have `--exact`: its class takes it."""
-        target = import_class(chosen.class_path, "trainer.strategy") if isinstance(chosen, Choice) else Strategy
+        target = chosen.target if isinstance(chosen, Choice) else Strategy
         return "exact" in options_of(target).hints
-
-
-def _find_loaded(path: str) -> type | None:
-    """Return the class at an import path, if its module is loaded."""
-    module, _, name = path.rpartition(".")
-    return getattr(sys.modules.get(module), name, None)
 
 
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:

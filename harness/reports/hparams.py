@@ -27,9 +27,9 @@ METRICS = {
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
-def _words(choice: cli.Choice, key: str, fixed: Iterable[str] = ()) -> str:
+def _words(choice: cli.Choice, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
-    defaults = _tuples_to_lists(choice.signature(key, frozenset(fixed)).defaults)
+    defaults = _tuples_to_lists(choice.signature.defaults)
     options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
     return _call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
@@ -53,7 +53,7 @@ def _settings(config: Namespace) -> dict[str, Any]:
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
-    parts = [*(_words(choice, key) for key, choice in rates), _words(data, "data"), f"{length} {limit}"]
+    parts = [*(_words(choice) for _, choice in rates), _words(data), f"{length} {limit}"]
     parts += [strategy, f"devices {trainer['devices']}", precision]
     if config.exact:
         parts.append(f"exact {config.exact}")
@@ -70,7 +70,7 @@ def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str,
     """Write an arm's row, whose net `spec` rebuilds, and its figures by key; nets are judged by `score`."""
     options, net = arm.method.init_args, cli.Choice(spec["class_path"], spec["init_args"])
     row = {
-        score: figures[f"test_{score}"], "net": _words(net, "net", run.data.net_arguments), "seed": str(seed),
+        score: figures[f"test_{score}"], "net": _words(net, run.data.net_arguments), "seed": str(seed),
         "objective": _call(arm.method.name, options), **_settings(arm.settings(run.config)), **options,
     }  # fmt: skip
     others = {name for choice in vars(run.config).get("variants", {}).values() for name in choice.init_args}

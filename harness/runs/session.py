@@ -20,7 +20,6 @@ from datamodules import InMemoryData
 from datamodules.adapted import Adapted
 from datamodules.streams import cores
 from harness import cli
-from harness.cli.classes import import_class
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.runs import environment, folders, launch, nets, signals
@@ -47,7 +46,7 @@ class Session:
 
     @cached_property
     def trainer(self) -> MakeTrainer:
-        return trainer_factory(self.config.trainer, self.config.exact, strategies.NAMES)
+        return trainer_factory(self.config.trainer, self.config.exact)
 
     @cached_property
     def data(self) -> InMemoryData:
@@ -172,7 +171,7 @@ def load_data(config: Namespace) -> InMemoryData:
     """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
     teacher, options = vars(config).get("teacher"), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
-        net_class = import_class(teacher.class_path, "teacher")
+        net_class = teacher.target
         if issubclass(net_class, Net):
             options["tokenizer"] = net_class.tokenizer_from(teacher.init_args)
     data = cli.build(config.data, "data")

@@ -31,19 +31,19 @@ REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationEx
 NAMES = ("run_name", "name")  # loggers' arguments for a run's name
 
 
-def trainer_factory(chosen: cli.Choice, exact: int | None, strategies: cli.Names) -> MakeTrainer:
+def trainer_factory(chosen: cli.Choice, exact: int | None) -> MakeTrainer:
     """Return a maker of Trainers, which takes their arguments by keyword; `callbacks` and `plugins` add to the user's.
 
     It also takes `show`, of type `progress.Show`; a progress bar of Lightning's that the user chose replaces it.
 
-    `chosen` and `strategies` are of `cli.Parser`; without a chosen strategy, ddp serves `--exact`.
+    `chosen` is of `cli.Parser`; without a chosen strategy, ddp serves `--exact`.
 
     Raises:
         BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
     """
     if exact is None:
         return partial(_trainer, chosen)
-    strategy, family = chosen.init_args["strategy"], cli.Strategies(names=strategies)
+    strategy, family = chosen.init_args["strategy"], cli.Strategies()
     if strategy == "auto":
         strategy = family.choose("ddp")
     if not family.exact(strategy):
@@ -188,7 +188,7 @@ def make_loggers(value: Any, run: str) -> list[Logger]:
 
 
 def _make_logger(choice: cli.Choice, key: str, run: str) -> Logger:
-    options = choice.signature(key)
+    options = choice.signature
     name = next((name for name in NAMES if name in options.hints), None)
     if name is not None and choice.init_args[name] == options.defaults[name]:
         choice = replace(choice, init_args={**choice.init_args, name: run})

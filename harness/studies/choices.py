@@ -28,7 +28,7 @@ DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judg
 
 def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
     """Return the arguments of nets that the chosen data gives, those of images where it is of other people's class."""
-    data = import_class(chosen["data"].class_path, "data")
+    data = chosen["data"].target
     return data.given_to_nets if issubclass(data, InMemoryData) else InMemoryData.given_to_nets
 
 
@@ -42,7 +42,7 @@ def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any
 
 def _folders(choice: cli.Choice) -> dict[str, list[str]]:
     """Return the folders of trained nets that an ensemble is made of, by the option that names them."""
-    is_ensemble = issubclass(import_class(choice.class_path, ""), nets.Ensemble)
+    is_ensemble = issubclass(choice.target, nets.Ensemble)
     return {"members": choice.init_args["members"]} if is_ensemble else {}
 
 
@@ -60,7 +60,7 @@ def net_spec(run: Session, key: str) -> Spec:
     choice = cli.choice_at(run.config, key)
     members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
     arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    net_class = import_class(choice.class_path, key)
+    net_class = choice.target
     if issubclass(net_class, Recorded):
         arguments = net_class.rebuild_arguments(arguments)
     return spec(choice.class_path, arguments)

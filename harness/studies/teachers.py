@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
-from harness.cli.classes import import_class
 from harness.runs.nets import check_options, read_classes
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
@@ -43,7 +42,7 @@ def check_head_only(run: Session) -> None:
 
 def _declarations(run: Session) -> type[nets.Net]:
     """Return the class of the teacher or, of one that declares nothing, the base of ours."""
-    net_class = import_class(run.config.teacher.class_path, TEACHER)
+    net_class = run.config.teacher.target
     return net_class if issubclass(net_class, nets.Net) else nets.Net
 
 
@@ -110,7 +109,7 @@ def _find_state(saved: Any, name: str, several: str) -> Any:
 
 def _fits(state: dict[str, Any], module: Learner, groups: int) -> bool:
     """Return whether it has as many groups, and for each parameter tensors of its shape."""
-    shapes = [p.shape for group in module.parameter_groups() for p in group]
+    shapes = [p.shape for group in module.parameter_groups().values() for p in group]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(state["param_groups"]) != groups or len(numbers) != len(shapes):
         return False

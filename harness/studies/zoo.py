@@ -45,7 +45,7 @@ def list_fitting(
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
     for name, arm in arms.items():
-        is_default = arm.method.init_args == arm.method.signature("variants").defaults
+        is_default = arm.method.init_args == arm.method.signature.defaults
         if not is_default or {name, arm.variant} & {*(config.only or ())}:
             fit.append(name)
             continue

@@ -58,7 +58,7 @@ class AllReduce(AveragesGradients):
         bucket_cap_mb: MiB of gradients that are sent together.
     """
 
-    _saves_alone = True
+    saves_alone = True
     _buckets: Buckets
 
     def __init__(self, *, bucket_cap_mb: float = 25.0, **kwargs: Any) -> None:

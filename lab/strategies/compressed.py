@@ -8,20 +8,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from apprentice.errors import BadInput
-from strategies.ddp import HOOK, Replicated
+from strategies.ddp import DDP, SET_BY_HOOK
 
 
-class DDPFP16(Replicated):
+class DDPFP16(DDP):
     """Sends gradients as 16-bit floats: half the bytes, and three digits."""
 
     _relates_rows = False
 
     def __init__(self, **kwargs: Any) -> None:
-        self._refuse(kwargs, *HOOK)
-        super().__init__(ddp_comm_hook=fp16_compress_hook, **kwargs)
+        self._refuse(kwargs, *SET_BY_HOOK)
+        super().__init__(exact=None, ddp_comm_hook=fp16_compress_hook, **kwargs)
 
 
-class DDPPowerSGD(Replicated):
+class DDPPowerSGD(DDP):
     """Sends gradients of matrices as low-rank factors (Vogels et al. 2019, "PowerSGD", algorithm 2).
 
     The error of a step is added to the next gradient. Each rank keeps its own errors, in no checkpoint: they start anew
@@ -35,8 +35,8 @@ class DDPPowerSGD(Replicated):
     _relates_rows = False
 
     def __init__(self, *, rank: int = 1, start_step: int = 10, **kwargs: Any) -> None:
-        self._refuse(kwargs, *HOOK)
-        super().__init__(ddp_comm_hook=_bucket_by_bucket, **kwargs)
+        self._refuse(kwargs, *SET_BY_HOOK)
+        super().__init__(exact=None, ddp_comm_hook=_bucket_by_bucket, **kwargs)
         if rank < 1:
             raise BadInput("rank", rank, "at least 1")
         if start_step < 2:

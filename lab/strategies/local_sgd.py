@@ -13,10 +13,10 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
-from strategies.ddp import HOOK, Replicated
+from strategies.ddp import DDP, SET_BY_HOOK
 
 
-class LocalSGD(Replicated):
+class LocalSGD(DDP):
     """Ranks step by their own gradients and average their parameters after every `period` steps.
 
     With `period` 1 and plain SGD this is DDP; with momentum or Adam it is not, as each rank's moments are its own.
@@ -29,13 +29,13 @@ class LocalSGD(Replicated):
     """
 
     _one_device = True
-    _saves_alone = False
+    saves_alone = False
     _relates_rows = False
 
     def __init__(self, *, period: int = 4, warmup_steps: int = 0, **kwargs: Any) -> None:
-        self._refuse(kwargs, *HOOK)
+        self._refuse(kwargs, *SET_BY_HOOK)
         state = PostLocalSGDState(None, None, warmup_steps, post_local_gradient_allreduce=False)
-        super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=state, **kwargs)
+        super().__init__(exact=None, ddp_comm_hook=post_localSGD_hook, ddp_comm_state=state, **kwargs)
         if period < 1:
             raise BadInput("period", period, "at least 1")
         if warmup_steps < 0:

@@ -21,7 +21,7 @@ from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map
 from lab.strategies.rpc import CallQueue, RPCStrategy, receiver, wait
-from strategies.base import checkpoints, missing_ranks
+from strategies.base import checkpoints, failures
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack
 
 GRACE = 10.0  # seconds that workers wait longer than the server, which can name the missing worker
@@ -142,7 +142,7 @@ class ParamServer(RPCStrategy):
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:
-            if not (self.server and self._serves) or missing_ranks.SIGNS.search(str(error)):
+            if not (self.server and self._serves) or failures.SIGNS.search(str(error)):
                 raise
             expected = "a training_step that takes a batch without rows, as the server's are"
             raise BadInput("strategy", self.rpc_name, f"{expected}: {error}") from error

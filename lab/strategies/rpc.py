@@ -143,7 +143,7 @@ def wait(future: Any, rank: int) -> Any:
 
 @contextmanager
 def peer_errors(peer: str) -> Iterator[None]:
-    """Reword RPC's errors inside such that `missing_ranks` recognises a peer that is late or has gone."""
+    """Reword RPC's errors inside such that `failures` recognises a peer that is late or has gone."""
     try:
         yield
     except RuntimeError as error:

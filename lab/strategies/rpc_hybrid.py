@@ -89,17 +89,13 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             raise BadInput("devices_per_worker", self.devices_per_worker, expected)
         return [1, *self.devices_per_worker]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One replica, so that every rank's loader yields whole batches."""
-        return {"num_replicas": 1, "rank": 0}
-
     def setup_environment(self) -> None:
         """Join the process group, the workers' group, and a group of this rank alone."""
         super().setup_environment()
         if self.num_workers:
             self._worker_group: Any = dist.new_group(list(range(1, self.num_workers + 1)))
             self._local_group, _ = dist.new_subgroups(1)
+            self.undo.callback(replicas.set_group, None)
             replicas.set_group(self._local_group)
 
     def check_module(self, module: LightningModule) -> None:
@@ -131,7 +127,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             return
         self._read_whole_batches(trainer)
         self._noise = RankRandomState(self.global_rank)
-        self._set_metrics_group(self._local_group)
+        self._reduce_metrics(self._local_group)
         if plain := [name for name in stages.batch_norms(module) if type(module.get_submodule(name)) in PLAIN]:
             rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
         super().setup(trainer)
@@ -158,8 +154,8 @@ class RPCHybrid(RPCStrategy, SharedReplica):
                 for device, group in self._stages:
                     for part in group:
                         part.to(device)
-            module.forward = self._forward  # type: ignore[method-assign]
-            module.backward = self._backward  # type: ignore[method-assign]
+            self.replace(module, "forward", self._forward)
+            self.replace(module, "backward", self._backward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's `forward`, on all ranks at once."""
@@ -270,12 +266,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             self._broadcast_buffers(1)
 
     def teardown(self) -> None:
-        """Restore the module's methods, and stop the agents after all ranks have finished."""
+        """Stop the agents after all ranks have finished."""
         self._autograd.close()
         self._workers, self._stages, self._distributed = [], [], None
-        replicas.set_group(None)
-        if self.num_workers:
-            for name in ("forward", "backward"):
-                vars(self._module).pop(name, None)
-            self._set_metrics_group(None)
         super().teardown()

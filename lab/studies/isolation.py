@@ -20,7 +20,6 @@ from harness import cli
 from harness.runs import environment, signals
 from harness.runs.files import write_json
 from harness.runs.trainer import MakeTrainer, trainer_factory
-from strategies import NAMES
 from strategies.base import failures
 from strategies.base.launchers import end_with_parent
 
@@ -170,7 +169,7 @@ def with_strategy(trainer: cli.Choice, strategy: Any, exact: int | None = None, 
         settings["devices"] = devices[:1] if isinstance(devices, list) else 1
 
     def make(**kwargs: Any) -> Trainer:
-        return trainer_factory(cli.Choice(trainer.class_path, settings), exact, NAMES)(**kwargs)
+        return trainer_factory(cli.Choice(trainer.class_path, settings), exact)(**kwargs)
 
     return make
 

@@ -7,7 +7,6 @@ from lit_modules.nets.base import (
     cast_inputs,
     check_fits,
     check_same_start,
-    match_dtype,
     pipeline_stages,
     unwrap_logits,
 )

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -36,12 +37,30 @@ class Outputs(NamedTuple):
         """Return the logits and the features."""
         return [self.logits, *self.features.values()]
 
+    def widen(self) -> "Outputs":
+        """Cast 16-bit types to float32."""
+        return self.map(widen)
+
+    def match_dtype(self, net: nn.Module) -> "Outputs":
+        """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
+        if all(x.dtype != torch.float64 for x in self.tensors()):
+            return self
+        if any(p.dtype == torch.float64 for p in net.parameters()):
+            return self
+        return self.map(lambda x: x.float() if x.dtype == torch.float64 else x)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Cast 16-bit types to float32."""
+    return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
+
 
 class Net(Recorded, nn.Module):
     """A classifier of inputs (B, ...), such as images (B, C, H, W), whose `forward` gives logits (B, classes).
 
-    Subclasses take `input_shape` and `num_classes` by keyword, from the data module. To be cut for a pipeline, define
-    `pipeline_stages()`: ordered modules, as fine as is useful, whose composition is `forward`.
+    Subclasses take `input_shape`, such as (C, H, W), and `num_classes`, the number of logits, by keyword, from the data
+    module. To be cut for a pipeline, define `pipeline_stages()`: ordered modules, as fine as is useful, whose
+    composition is `forward`.
 
     Attributes:
         feature_layer: name of the layer whose output objectives compare by default; see `layer` for names of layers.
@@ -111,6 +130,12 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next(n for n in groups if channels % n == 0), channels)
 
 
+def conv_norm(in_channels: int, out_channels: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """Return a convolution without bias, padded to keep the size of maps at stride 1, and its BatchNorm."""
+    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
+
+
 class Mean(nn.Module):
     """The mean over positions: (B, C, H, W) -> (B, C)."""
 
@@ -125,13 +150,17 @@ def cast_inputs(net: nn.Module, inputs: Tensor) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() and inputs.dtype != dtype else inputs
 
 
-def match_dtype(outputs: Outputs, net: nn.Module) -> Outputs:
-    """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
-    if all(x.dtype != torch.float64 for x in outputs.tensors()):
-        return outputs
-    if any(p.dtype == torch.float64 for p in net.parameters()):
-        return outputs
-    return outputs.map(lambda x: x.float() if x.dtype == torch.float64 else x)
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Inside, the net is in eval mode, without gradients; then its modules' modes are as before."""
+    modes = {module: module.training for module in net.modules()}
+    try:
+        with torch.no_grad():
+            net.eval()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def unwrap_logits(net: nn.Module) -> nn.Module:
@@ -154,8 +183,7 @@ def _extract_logits(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -
 def pipeline_stages(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Return modules whose composition is the net's forward: its `pipeline_stages()`, or the parts of a sequence.
 
-    Raises:
-        BadInput: the net has no such method and is no sequence.
+    BadInput if the net has no such method and is no sequence.
     """
     if (stages := getattr(net, "pipeline_stages", None)) is not None:
         modules: list[nn.Module] = stages()
@@ -191,8 +219,7 @@ def check_fits(
 ) -> None:
     """Run a copy of the net on inputs (b, ...), b at least 2, in eval mode and, if `trained`, in training mode.
 
-    Raises:
-        BadInput: it fails, gives no logits (b, *logits_shape) or, if `trained`, logits without gradient.
+    BadInput if it fails, gives no logits (b, *logits_shape) or, if `trained`, logits without gradient.
     """
     name, shape = type(net).__name__, tuple(example.shape[1:])
     _check_parameters(net, flag)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.private import BatchNorm
-from lit_modules.nets.stand_ins import drop_stand_ins
+from lit_modules.nets.layers import drop_stand_ins
 
 
 class _Normalize(torch.autograd.Function):
@@ -63,10 +63,8 @@ class _Global(BatchNorm):
     """BatchNorm by the global batch's statistics in training with several replicas; otherwise torch's BatchNorm.
 
     A single value of a channel in a global batch has no variance: it is normalised by the running statistics, which
-    stay as they are; ValueError if no earlier batch gave any.
-
-    Attributes:
-        gathers: whether all replicas have to compute it together, also those without rows.
+    stay as they are; ValueError if no earlier batch gave any. `gathers` tells that all replicas compute it, also those
+    without rows.
     """
 
     gathers = True

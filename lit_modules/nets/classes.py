@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from lit_modules.nets.base import cast_inputs
+from lit_modules.nets.base import cast_inputs, evaluating
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.layers import heads
 
@@ -67,10 +67,8 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
     """Match the classes `known` to a net and the `wanted` classes of the data by name; return the order.
 
     Names match but for case, spaces and underscores; one may list synonyms behind commas. Where only one of both has
-    real names, or both have names of different kinds, classes are matched in their order, with a note.
-
-    Raises:
-        BadInput: the net has other classes, or another number of them.
+    real names, or both have names of different kinds, classes are matched in their order, with a note. BadInput if the
+    net has other classes, or another number of them.
     """
     if not known:
         return ClassOrder([*range(len(wanted))], f"its weights name no classes: they are taken for {_shorten(wanted)}")
@@ -91,24 +89,20 @@ def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassO
     raise BadInput(flag, value, f"a net of the data's classes; {fault}{missing}")
 
 
-@torch.no_grad()
 def reorder_classes(net: nn.Module, places: Sequence[int], example: Tensor, flag: str = "net") -> None:
     """Permute the rows of a net's head: logit i becomes what logit places[i] was. `example` (b, ...) holds inputs.
 
-    Raises:
-        BadInput: the net does not end in a linear layer (`heads`), or does more with its logits.
+    BadInput if the net does not end in a linear layer (`heads`), or does more with its logits.
     """
-    modes = [(module, module.training) for module in net.modules()]
     if example.is_floating_point():  # zeros may hide what the head does
         example = with_seed(0, lambda: torch.rand_like(example))
-    inputs = cast_inputs(net.eval(), example)
-    before = net(inputs)
-    for head in heads(net, flag):
-        for parameter in head.parameters():
-            parameter.copy_(parameter[torch.tensor(places, device=parameter.device)])
-    after = net(inputs)
-    for module, mode in modes:
-        module.training = mode
+    inputs = cast_inputs(net, example)
+    with evaluating(net):
+        before = net(inputs)
+        for head in heads(net, flag):
+            for parameter in head.parameters():
+                parameter.copy_(parameter[torch.tensor(places, device=parameter.device)])
+        after = net(inputs)
     if not torch.allclose(after, before[..., places], 1e-3, 1e-4):
         expected = "a net whose last layer gives its logits; their order can't be changed"
         raise BadInput(flag, type(net).__name__, expected)

@@ -20,10 +20,8 @@ class Ensemble(Net):
     not the softened mean. The members are frozen: an ensemble is a teacher.
 
     Args:
-        members: trained nets; on the command line their folders, as `[RUN/seed0/teacher, RUN/seed1/teacher]`.
-
-    Raises:
-        BadInput: there are no members or, in `forward`, these differ in classes.
+        members: one trained net or more, of the same classes; on the command line their folders, as
+            `[RUN/seed0/teacher, RUN/seed1/teacher]`.
     """
 
     is_trained = True

@@ -6,19 +6,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net, check_sizes
-from lit_modules.nets.transformer import Block, tensor_parallel_plan
+from lit_modules.nets.base import check_sizes, evaluating
+from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of GPT-2's initial weights
 
 
-class GPT(Net):
+class GPT(Transformer):
     """Tokens (B, T) to logits (B, T, V) of each next token; pre-norm blocks, learned positions.
 
     Initial weights as in GPT-2: normal with deviation 0.02, divided by √(2 · num_layers) in residual projections.
@@ -26,7 +25,7 @@ class GPT(Net):
     Args:
         vocab_size: V, number of tokens.
         block_size: the longest text, in tokens.
-        num_layers: blocks.
+        num_layers: blocks, at least 1.
         num_heads: attention heads of a block, a divisor of `embed_dim`.
         embed_dim: D, width of tokens.
         dropout: probability of a zero in embeddings and residual branches; keyed.
@@ -34,9 +33,6 @@ class GPT(Net):
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
         attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
         backend: the attention kernel, see `SelfAttention`.
-
-    Raises:
-        BadInput: a size is below 1, or `SelfAttention` refuses one.
     """
 
     feature_layer = "norm"
@@ -93,11 +89,6 @@ class GPT(Net):
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         return [self.embedding, *self.blocks, self.norm, self.head]
 
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """Return how several ranks compute the blocks together, by the paths of layers."""
-        return tensor_parallel_plan()
-
-    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -137,15 +128,12 @@ class GPT(Net):
         caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
         text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
         text[:, : tokens.shape[1]] = tokens
-        training, first = self.training, 0
-        self.eval()
-        try:
+        first = 0
+        with evaluating(self):
             for end in range(tokens.shape[1], text.shape[1]):
                 logits = self._last(text[:, first:end], caches)
                 text[:, end] = _sample(logits, temperature, top_k, keyed.fold_in(seed, end))
                 first = end if cached else 0
-        finally:
-            self.train(training)
         return text
 
     def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:

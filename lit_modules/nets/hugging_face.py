@@ -13,7 +13,7 @@ from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
-from lit_modules.nets.pretrained import load_backbone
+from lit_modules.nets.weights import load_backbone
 
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
 
@@ -24,8 +24,6 @@ class HuggingFace(Net):
     Args:
         name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
             the net.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         pretrained: start with its weights; a head of another size stays new.
 
     Raises:

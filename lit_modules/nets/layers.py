@@ -1,22 +1,27 @@
-"""Layers of a net by name, and what they compute."""
+"""Layers of a net by name, and what they compute; stand-ins for a batch without rows, which many nets can't take."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from apprentice import keyed
 from apprentice.errors import BadInput
+from apprentice.private import tree_map_only
 from lit_modules.nets.base import Outputs, cast_inputs, is_chain
-from lit_modules.nets.stand_ins import run_without_rows
 
 DEFAULT_LAYER = "default"
 MIDDLE = "middle"
 INPUT = "<"  # after a submodule's path: its input, not its output
+Result = TypeVar("Result")
 STAGE = re.compile(r"stage(-?[1-9]\d*)(\.pre)?")
+_computing_stand_ins: ContextVar[bool] = ContextVar("computing", default=False)
 
 
 def resolve(net: nn.Module, name: str) -> str:
@@ -54,8 +59,7 @@ def layer(net: nn.Module, name: str, flag: str = "layer", needs: str = "") -> nn
 def heads(net: nn.Module, flag: str = "net") -> list[nn.Module]:
     """Return the linear layers that give a net's logits: its `head_layers`, or the last layer after `pooled_layer`.
 
-    Raises:
-        BadInput: the net names neither, the layer is not linear, or the net uses its weight elsewhere, too.
+    BadInput if the net names neither, the layer is not linear, or the net uses its weight elsewhere, too.
     """
     layers, path = dict(net.named_modules()), resolve(net, "pooled").removesuffix(INPUT)
     classifier = layers[path].modules() if path else ()
@@ -116,12 +120,9 @@ def input_names(net: nn.Module, names: Collection[str]) -> set[str]:
 
 
 def find_stage(net: nn.Module, stages: Sequence[nn.Module], name: str, flag: str = "layer") -> tuple[int, nn.Module]:
-    """Return the number of the pipeline stage that computes a layer, and the module in it that does.
+    """Return the number of the pipeline stage that computes a layer, and the module in it that does; or raise BadInput.
 
     That is the layer itself or, of a sequence that was split, its last member; its first for the input.
-
-    Raises:
-        BadInput: no stage computes the layer.
     """
     module, member = layer(net, name, flag), 0 if input_names(net, [name]) else -1
     while True:
@@ -132,3 +133,23 @@ def find_stage(net: nn.Module, stages: Sequence[nn.Module], name: str, flag: str
             expected = f"a layer of {type(net).__name__} inside a pipeline stage, or a sequence of such"
             raise BadInput(flag, name, expected)
         module = list(module.children())[member]
+
+
+def run_without_rows(compute: Callable[[Tensor], Result], inputs: Tensor) -> Result:
+    """Return what a net computes for inputs (0, ...), by computing two stand-in rows, which count nowhere."""
+    rows = torch.arange(2, device=inputs.device)  # two, as torch's BatchNorm refuses one
+    shape = inputs.shape[1:]
+    noise = keyed.bits(0, rows, shape.numel()).view(-1, *shape) / 2**32  # below 1: integers are all 0
+    token = _computing_stand_ins.set(True)
+    try:
+        with keyed.noise(0, 0, rows):
+            outputs = compute(noise.to(inputs.dtype))
+    finally:
+        _computing_stand_ins.reset(token)
+    no_rows: Result = tree_map_only(Tensor, lambda x: x[:0], outputs)
+    return no_rows
+
+
+def drop_stand_ins(x: Tensor) -> Tensor:
+    """Return the rows of x (b, ...) that count in statistics: all, or none if they are stand-ins."""
+    return x[:0] if _computing_stand_ins.get() else x

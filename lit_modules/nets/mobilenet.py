@@ -3,16 +3,10 @@
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Mean, Net, Shape, image_shape, split_sequences
+from lit_modules.nets.base import Mean, Net, Shape, conv_norm, image_shape, split_sequences
 
 BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 LAST = 1280
-
-
-def _conv_norm(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    padding = kernel // 2
-    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding, groups=groups, bias=False)
-    return [convolution, nn.BatchNorm2d(out_channels)]
 
 
 class _Residual(nn.Module):
@@ -22,8 +16,8 @@ class _Residual(nn.Module):
         super().__init__()
         inner = in_channels * expand
         self.layers = nn.Sequential(
-            *_conv_norm(in_channels, inner, 1), nn.ReLU(), *_conv_norm(inner, inner, 3, stride, inner), nn.ReLU(),
-            *_conv_norm(inner, out_channels, 1),
+            *conv_norm(in_channels, inner, 1), nn.ReLU(), *conv_norm(inner, inner, 3, stride, inner), nn.ReLU(),
+            *conv_norm(inner, out_channels, 1),
         )  # fmt: skip
         self.adds = stride == 1 and in_channels == out_channels
 
@@ -39,12 +33,7 @@ class MobileNetV2(Net):
     A block ends in a linear layer: there is no ReLU, and `preactivations` are the stages themselves.
 
     Args:
-        width: factor of the numbers of channels.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: `width` leaves a stage without channels.
+        width: factor of the numbers of channels, from 1/16 to 16.
     """
 
     feature_layer = "blocks.6"
@@ -57,14 +46,14 @@ class MobileNetV2(Net):
         if not 1 / 16 <= width <= 16:
             raise BadInput("width", width, "1/16 or more, at most 16")
         channels, last = int(32 * width), max(LAST, int(LAST * width))
-        self.stem = nn.Sequential(*_conv_norm(image_shape(input_shape)[0], channels, 3, stride=2), nn.ReLU())
+        self.stem = nn.Sequential(*conv_norm(image_shape(input_shape)[0], channels, 3, stride=2), nn.ReLU())
         self.blocks = nn.Sequential()
         for expand, out_channels, count, stride in BLOCKS:
             scaled = int(out_channels * width)
             first = _Residual(channels, scaled, stride, expand)
             self.blocks.append(nn.Sequential(first, *(_Residual(scaled, scaled, 1, expand) for _ in range(count - 1))))
             channels = scaled
-        self.last = nn.Sequential(*_conv_norm(channels, last, 1), nn.ReLU())
+        self.last = nn.Sequential(*conv_norm(channels, last, 1), nn.ReLU())
         self.head = nn.Linear(last, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -78,5 +67,4 @@ class MobileNetV2(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the last convolution with the mean over positions and the head."""
         return [self.stem, *split_sequences(self.blocks), nn.Sequential(self.last, Mean(), self.head)]

@@ -22,7 +22,6 @@ class _Chain(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Each layer."""
         return [*self.features, nn.Flatten(1), *self.classifier]
 
 
@@ -67,8 +66,6 @@ class DeepNN(_Plain):
     Source: PyTorch, "Knowledge Distillation Tutorial".
 
     Args:
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         dropout: the probability of a zero.
         widths: channels of the four convolutions.
         hidden: outputs of the first linear layer.
@@ -94,8 +91,6 @@ class LightNN(_Plain):
     Source: PyTorch, "Knowledge Distillation Tutorial".
 
     Args:
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         dropout: the probability of a zero.
         widths: channels of the two convolutions.
         hidden: outputs of the first linear layer.
@@ -137,8 +132,6 @@ class MNISTNet(_Small):
     Source: PyTorch's distributed and MNIST examples.
 
     Args:
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         dropout: probability of a zero channel of the second convolution, and of a zero hidden unit.
     """
 

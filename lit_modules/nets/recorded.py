@@ -70,11 +70,7 @@ def _constructor_arguments(instance: Recorded, frame: FrameType | None) -> dict[
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs.
-
-    Raises:
-        UnplainError: the value can't be plain data.
-    """
+    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs."""
     if isinstance(value, Path | PLAIN):
         return str(value) if isinstance(value, Path) else value
     if isinstance(value, list | tuple):
@@ -94,15 +90,13 @@ def to_plain(value: Any) -> Any:
 def rebuild(value: Any, flag: str = "net") -> Any:
     """Rebuild objects, with new weights, from their specs in plain data; other values stay.
 
-    Raises:
-        BadInput: there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its
-            arguments.
+    BadInput if there is no such class, it is no net, objective, task, optimizer or scheduler, or refuses its arguments.
     """
     if isinstance(value, list | tuple):
         return type(value)(rebuild(item, flag) for item in value)
     if not isinstance(value, Mapping):
         return value
-    if not is_spec(value):
+    if not ("class_path" in value and set(value) <= {"class_path", "init_args", "waits"}):  # no object, but a mapping
         return {name: rebuild(item, flag) for name, item in value.items()}
     target = _import(value["class_path"], flag)
     if isinstance(target, torch.dtype):
@@ -114,11 +108,6 @@ def rebuild(value: Any, flag: str = "net") -> Any:
         return target(**arguments)
     except TypeError as error:
         raise BadInput(flag, value["class_path"], f"arguments that it takes: {error}") from error
-
-
-def is_spec(value: Any) -> bool:
-    """Return whether plain data stands for an object."""
-    return isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args", "waits"}
 
 
 def path_of(cls: type) -> str:

@@ -55,14 +55,9 @@ class ResNet(Net):
 
     Args:
         depth: 8, 20, 32, 44, 56, 110: any 6n + 2.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         norm: BatchNorm, as in the paper, or GroupNorm.
-        widths: channels of the stem and of each stage.
+        widths: channels of the stem and of each stage, which grow unless `shortcut` is conv.
         shortcut: where a block changes the shape: padded with zeros, as in the paper, or a 1 x 1 convolution.
-
-    Raises:
-        BadInput: `depth` is not 6n + 2, or widths are not four, or fall from one stage to the next without "conv".
     """
 
     feature_layer = "stage3"
@@ -84,21 +79,17 @@ class ResNet(Net):
         self.stem = nn.Sequential(
             nn.Conv2d(image_shape(input_shape)[0], stem, 3, padding=1, bias=False), normed(stem), nn.ReLU()
         )
-        self.stage1 = self._stage(stem, first, blocks, 1, normed, shortcut)
-        self.stage2 = self._stage(first, second, blocks, 2, normed, shortcut)
-        self.stage3 = self._stage(second, third, blocks, 2, normed, shortcut)
+        channels, stages = stem, []
+        for width, stride in ((first, 1), (second, 2), (third, 2)):
+            others = (Block(width, width, 1, normed) for _ in range(blocks - 1))
+            stages.append(nn.Sequential(Block(channels, width, stride, normed, shortcut), *others))
+            channels = width
+        self.stage1, self.stage2, self.stage3 = stages
         self.preactivations = tuple(f"{stage}.{blocks - 1}.relu<" for stage in self.stages)
         self.head = nn.Linear(third, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)
-
-    @staticmethod
-    def _stage(
-        in_channels: int, out_channels: int, blocks: int, stride: int, normed: Normed, shortcut: Shortcut
-    ) -> nn.Sequential:
-        first = Block(in_channels, out_channels, stride, normed, shortcut)
-        return nn.Sequential(first, *(Block(out_channels, out_channels, 1, normed) for _ in range(blocks - 1)))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
@@ -107,5 +98,4 @@ class ResNet(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with the mean over positions."""
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, nn.Sequential(Mean(), self.head)]

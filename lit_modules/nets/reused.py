@@ -4,10 +4,9 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput, reason
-from lit_modules.nets.base import Net, cast_inputs, pipeline_stages
+from lit_modules.nets.base import Net, cast_inputs, evaluating, pipeline_stages
 from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, run
 
 
@@ -36,13 +35,17 @@ class ReusedClassifier(Net):
         example = torch.zeros(2, *input_shape)
         body, _, maps = _cut(student, example, "student")
         _, classifier, teacher_maps = _cut(teacher, example, "teacher")
-        pool = _PoolTo(min(maps[1], teacher_maps[1]), min(maps[2], teacher_maps[2]))
+        size = min(maps[1], teacher_maps[1]), min(maps[2], teacher_maps[2])
+        pool = nn.Identity() if maps[1:] == size else nn.AdaptiveAvgPool2d(size)
         self.body = nn.Sequential(*body, pool)
-        self.projector = _projector(maps[0], teacher_maps[0]).to(next(student.parameters()))
+        inner, layers = teacher_maps[0] // 2, list[nn.Module]()
+        for before, after, side in ((maps[0], inner, 1), (inner, inner, 3), (inner, teacher_maps[0], 1)):
+            layers += [nn.Conv2d(before, after, side, padding=side // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        self.projector = nn.Sequential(*layers).to(next(student.parameters()))
         self.classifier = copy.deepcopy(nn.Sequential(*classifier)).requires_grad_(False).eval()
         try:
             with torch.no_grad():
-                self.classifier(next(teacher.parameters()).new_zeros(2, teacher_maps[0], *pool.size))
+                self.classifier(next(teacher.parameters()).new_zeros(2, teacher_maps[0], *size))
         except RuntimeError as error:
             expected = f"one whose classifier takes the student's maps {maps}; it says: {reason(error)}"
             raise BadInput("teacher", type(teacher).__name__, expected) from None
@@ -53,13 +56,11 @@ class ReusedClassifier(Net):
         return logits
 
     def train(self, mode: bool = True) -> "ReusedClassifier":
-        """Set the mode; the classifier stays in eval mode."""
         super().train(mode)
         self.classifier.eval()
         return self
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The student's layers, the projector, the classifier's layers."""
         return [*self.body, self.projector, *self.classifier]
 
 
@@ -68,29 +69,10 @@ def _cut(net: nn.Module, example: Tensor, flag: str) -> tuple[list[nn.Module], l
     modules = pipeline_stages(net, flag)
     number, _ = find_stage(net, modules, DEFAULT_LAYER, flag)
     before, after = modules[: number + 1], modules[number + 1 :]
-    modes = [(module, module.training) for module in net.modules()]
-    with torch.no_grad():
-        inputs = cast_inputs(net.eval(), example)
+    inputs = cast_inputs(net, example)
+    with evaluating(net):
         output, maps = nn.Sequential(*before)(inputs), run(net, inputs, {DEFAULT_LAYER}).features[DEFAULT_LAYER]
-    for module, mode in modes:
-        module.training = mode
     if not (isinstance(output, Tensor) and output.dim() == 4 and after and torch.equal(output, maps)):
         raise BadInput(flag, type(net).__name__, "a net whose feature layer gives maps, with its classifier after it")
     _, channels, height, width = output.shape
     return before, after, (channels, height, width)
-
-
-def _projector(in_channels: int, out_channels: int) -> nn.Sequential:
-    inner, layers = out_channels // 2, list[nn.Module]()
-    for before, after, size in ((in_channels, inner, 1), (inner, inner, 3), (inner, out_channels, 1)):
-        layers += [nn.Conv2d(before, after, size, padding=size // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-class _PoolTo(nn.Module):
-    def __init__(self, height: int, width: int) -> None:
-        super().__init__()
-        self.size = height, width
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d(x, self.size) if x.shape[2:] != self.size else x

@@ -21,11 +21,7 @@ class RNNClassifier(Net):
         hidden: width of the GRU's state.
         dropout: probability of a zero in the head's input.
         vocab_size: number of tokens; 256 for bytes.
-        input_shape: (T,), any T.
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: the inputs are not text.
+        input_shape: (T,) of texts, any T.
     """
 
     feature_layer = "gru"

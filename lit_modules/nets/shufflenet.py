@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Mean, Net, Shape, image_shape
+from lit_modules.nets.base import Mean, Net, Shape, conv_norm, image_shape
 
 STEM = 24
 WIDTHS_BY_GROUPS = {
@@ -23,19 +23,6 @@ def _shuffle(x: Tensor, groups: int) -> Tensor:
     return shuffled
 
 
-def _pointwise(in_channels: int, out_channels: int, groups: int = 1) -> nn.Sequential:
-    """A 1 x 1 convolution with its norm."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, groups=groups, bias=False), nn.BatchNorm2d(out_channels)
-    )
-
-
-def _depthwise(channels: int, stride: int) -> nn.Sequential:
-    """A 3 x 3 convolution of each channel with its norm."""
-    convolution = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(channels))
-
-
 class _Grouped(nn.Module):
     """V1: a bottleneck of grouped convolutions; adds the input, or concatenates it, pooled, where maps are halved."""
 
@@ -43,8 +30,9 @@ class _Grouped(nn.Module):
         super().__init__()
         new_channels = out_channels - in_channels if stride == 2 else out_channels
         inner, self.groups = new_channels // 4, 1 if in_channels == STEM else groups
-        self.reduce, self.by_channel = _pointwise(in_channels, inner, self.groups), _depthwise(inner, stride)
-        self.expand, self.relu = _pointwise(inner, new_channels, groups), nn.ReLU()
+        self.reduce = conv_norm(in_channels, inner, groups=self.groups)
+        self.by_channel = conv_norm(inner, inner, 3, stride, groups=inner)
+        self.expand, self.relu = conv_norm(inner, new_channels, groups=groups), nn.ReLU()
         self.pool = nn.AvgPool2d(3, stride=2, padding=1) if stride == 2 else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,13 +48,13 @@ class _Split(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        half, self.halves = out_channels // 2, stride == 2
-        entering = in_channels if self.halves else half
-        self.left = (
-            nn.Sequential(_depthwise(in_channels, 2), _pointwise(in_channels, half), nn.ReLU()) if self.halves else None
-        )
+        half, entering, self.left = out_channels // 2, out_channels // 2, None
+        if stride == 2:
+            entering = in_channels
+            by_channel = conv_norm(in_channels, in_channels, 3, 2, groups=in_channels)
+            self.left = nn.Sequential(by_channel, conv_norm(in_channels, half), nn.ReLU())
         self.right = nn.Sequential(
-            _pointwise(entering, half), nn.ReLU(), _depthwise(half, stride), _pointwise(half, half)
+            conv_norm(entering, half), nn.ReLU(), conv_norm(half, half, 3, stride, groups=half), conv_norm(half, half)
         )
         self.relu = nn.ReLU()
 
@@ -105,7 +93,6 @@ class _ShuffleNet(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with the last convolution and the mean over positions."""
         end = nn.Sequential(self.last, Mean(), self.head)
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, end]
 
@@ -115,11 +102,6 @@ class ShuffleNetV1(_ShuffleNet):
 
     Args:
         groups: 1, 2, 3, 4 or 8; the wider the more.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: another number of groups.
     """
 
     def __init__(self, groups: int = 3, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
@@ -140,11 +122,6 @@ class ShuffleNetV2(_ShuffleNet):
 
     Args:
         width: 0.5, 1.0, 1.5 or 2.0.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: another width.
     """
 
     def __init__(self, width: float = 1.0, input_shape: Shape = (3, 32, 32), num_classes: int = 10) -> None:
@@ -156,5 +133,5 @@ class ShuffleNetV2(_ShuffleNet):
             blocks = (_Split(out_channels, out_channels, 1) for _ in range(count - 1))
             stages.append([_Split(channels, out_channels, 2), *blocks])
             channels = out_channels
-        last = nn.Sequential(_pointwise(channels, last_width), nn.ReLU())
+        last = nn.Sequential(conv_norm(channels, last_width), nn.ReLU())
         super().__init__(input_shape, stages, last, nn.Linear(last_width, num_classes))

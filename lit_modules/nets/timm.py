@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, first_line
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
-from lit_modules.nets.pretrained import load_backbone
-from lit_modules.nets.weights import read_weights
+from lit_modules.nets.weights import load_backbone, read_weights
 
 
 class Timm(Net):
@@ -21,8 +20,6 @@ class Timm(Net):
 
     Args:
         name: one of `timm.list_models()`, such as resnet18 or vit_tiny_patch16_224.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
         pretrained: start with timm's weights, downloaded once; a head of another size stays new.
         weights: a file of such weights, in place of the download.
 

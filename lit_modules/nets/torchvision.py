@@ -17,8 +17,7 @@ from torchvision import models
 from apprentice.errors import BadInput, first_line
 from lit_modules.nets.base import Net, Norm, Shape, image_shape, norm_layer, split_sequences
 from lit_modules.nets.layers import observe
-from lit_modules.nets.pretrained import load_backbone
-from lit_modules.nets.weights import read_weights
+from lit_modules.nets.weights import load_backbone, read_weights
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
 # Operations that models do between two children without a module.
@@ -34,7 +33,6 @@ class Torchvision(Net):
     Args:
         name: one of `torchvision.models.list_models`, such as resnet18 or mobilenet_v2.
         input_shape: (C, H, W), C 1 or 3.
-        num_classes: number of logits.
         norm: BatchNorm, as the model has it, or GroupNorm in its place.
         weights: DEFAULT or another name of torchvision's weights, downloaded once, or a file of such weights; a head
             of another number of classes stays new. Default: random weights.
@@ -142,11 +140,7 @@ class Torchvision(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the model's children and the operations between them, sequences split.
-
-        Raises:
-            BadInput: the model is no chain of its children.
-        """
+        """The model's children, sequences split, and the operations between them; BadInput if it does others."""
         example = torch.rand(2, 3, *self.input_shape[1:], generator=torch.Generator().manual_seed(0))
         try:
             parts = split_chain(self.model, example.to(next(self.model.parameters())))
@@ -168,12 +162,9 @@ class _ThreeChannels(nn.Module):
 
 @torch.no_grad()
 def split_chain(model: nn.Module, example: Tensor) -> list[nn.Module]:
-    """Return the model's children in order, with modules for the operations between them.
+    """Return the model's children in order, with modules for the operations between them; ValueError if it is no chain.
 
     Their composition equals the model's forward, bit for bit, in eval mode and for the example's inputs.
-
-    Raises:
-        ValueError: the model is no chain of its children, or does something else between two of them.
     """
     names, tensors = _trace_children(copy.deepcopy(model).eval(), example)
     if len(set(names)) < len(names):

@@ -5,7 +5,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Cache, SelfAttention
-from lit_modules.nets.base import check_sizes
+from lit_modules.nets.base import Net, check_sizes
 
 
 class Block(nn.Module):
@@ -13,14 +13,11 @@ class Block(nn.Module):
 
     Args:
         attention: of tokens of width D.
-        mlp_ratio: the MLP's hidden width divided by D.
+        mlp_ratio: the MLP's hidden width divided by D, at least 1.
         dropout: probability of a zero in the residual branches; keyed.
         bias: whether the MLP and norms have a bias.
         layer: number of the first of its two dropout layers in the net.
         norm_eps: epsilon of the norms.
-
-    Raises:
-        BadInput: `mlp_ratio` is below 1.
     """
 
     def __init__(
@@ -49,11 +46,14 @@ class Block(nn.Module):
         return x + change
 
 
-def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Return how ranks share the `blocks` of a net: each computes some of the heads and of the MLPs' hidden units."""
-    return {
-        "blocks.*.attention.qkv": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(),
-        "blocks.*.mlp.0": ColwiseParallel(),
-        "blocks.*.mlp.2": RowwiseParallel(),
-    }
+class Transformer(Net):
+    """A net with `Block`s as its `blocks`."""
+
+    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
+        """How ranks share the blocks, by the paths of layers: each computes some heads and some of the MLPs' units."""
+        return {
+            "blocks.*.attention.qkv": ColwiseParallel(),
+            "blocks.*.attention.out": RowwiseParallel(),
+            "blocks.*.mlp.0": ColwiseParallel(),
+            "blocks.*.mlp.2": RowwiseParallel(),
+        }

@@ -22,11 +22,7 @@ class VGG(Net):
 
     Args:
         depth: 8, 11, 13, 16 or 19.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: images smaller than 8 x 8.
+        input_shape: (C, H, W), of 8 x 8 pixels or more.
     """
 
     feature_layer = "stage4"
@@ -74,5 +70,4 @@ class VGG(Net):
         return x
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Each layer."""
         return split_sequences(self._layers())

@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import Net, Shape, check_sizes, image_shape
-from lit_modules.nets.transformer import Block, tensor_parallel_plan
+from lit_modules.nets.base import Shape, check_sizes, image_shape
+from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
 
 
-class ViT(Net):
+class ViT(Transformer):
     """A class token and an image's patches as tokens; learned positions, pre-norm blocks (arXiv:2010.11929).
 
     With a distillation token (DeiT, Touvron et al. 2021, arXiv:2012.12877) a second head, `head_dist`, reads that
@@ -30,17 +29,12 @@ class ViT(Net):
     Args:
         patch_size: pixels of a patch's side, a divisor of height and width.
         embed_dim: D, width of tokens.
-        num_layers: number of blocks.
+        num_layers: number of blocks, at least 1.
         num_heads: attention heads, a divisor of `embed_dim`.
         mlp_ratio: the MLPs' hidden width divided by D.
         dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether to add a distillation token and its head.
         backend: the attention kernel, see `SelfAttention`.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
-
-    Raises:
-        BadInput: patch size or number of heads doesn't divide its width, or there is no block.
     """
 
     pooled_layer = "head<"
@@ -95,12 +89,7 @@ class ViT(Net):
         return _logits(self.norm, self.heads, x)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The embedding, each block, and the norm with the heads."""
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
-
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """Return how several ranks compute the blocks together, by the paths of layers."""
-        return tensor_parallel_plan()
 
 
 class _Embedding(nn.Module):

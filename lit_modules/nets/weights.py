@@ -25,11 +25,7 @@ OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")  # i
 
 
 def read_weights(path: str, flag: str) -> dict[str, Tensor]:
-    """Read the state dict in a user's file: bare, or inside a checkpoint.
-
-    Raises:
-        BadInput: as `read_saved`; the file holds no state dict, two of them, or one of other than dense tensors.
-    """
+    """Read the one state dict in a user's file, bare or inside a checkpoint; BadInput if it has none, or two."""
     weights, sets = _read_set(path, flag)
     if sets:
         raise BadInput(
@@ -76,15 +72,11 @@ def _set_names(content: Any) -> tuple[str | None, str | None]:
 def load_weights(net: nn.Module, path: str, flag: str, partly: bool = False, averaged: bool | None = None) -> list[str]:
     """Load a user's weights file into a net; return lines that name what was left out.
 
-    Wrappers around the net or around the weights, and older names of layers that torch accepts, do not matter.
-
-    Args:
-        net: whose state dict the weights become.
-        path: of the file.
-        flag: the argument that names it.
-        partly: leave out weights that the net lacks or has in another shape; others of the net's stay as they are.
-        averaged: of two sets, such as `model` and its moving averages `model_ema`, which one is loaded. Default: the
-            one called `state_dict`, `model_state_dict`, `model` or `net`. A line names the choice.
+    Wrappers around the net or around the weights, and older names of layers that torch accepts, do not matter. `flag`
+    is the argument that names the file. If `partly`, weights that the net lacks or has in another shape are left out,
+    and others of the net's stay. `averaged` chooses one of two sets, such as `model` and its moving averages
+    `model_ema`; by default the one called `state_dict`, `model_state_dict`, `model` or `net`, and a line names the
+    choice.
 
     Raises:
         BadInput: the file can't be read, or its weights, or if `partly` all of them, don't fit the net.
@@ -105,6 +97,24 @@ def load_weights(net: nn.Module, path: str, flag: str, partly: bool = False, ave
     return [*which, *(f"{what}: {list_keys(keys)}" for what, keys in left_out.items() if keys)]
 
 
+def load_backbone(
+    net: nn.Module, weights: Mapping[str, Tensor], head: str, name: str, unused: Sequence[str] = ()
+) -> bool:
+    """Load weights into a net; those of its head, a child, stay new if their shapes differ. Returns whether all fit.
+
+    `unused` are prefixes of keys that the net ignores; `name` is the value of `weights` in messages. BadInput if
+    weights beside the head's don't fit.
+    """
+    state, has_head = net.state_dict(), True
+    matched = match_names(net, weights, unused)
+    for key, value in matched.items():
+        if key.startswith(f"{head}.") and key in state and value.shape != state[key].shape:
+            matched[key], has_head = state[key], False
+    check_weights(state, matched, name, "weights", type(net).__name__)
+    load_checked(net, matched)
+    return has_head
+
+
 def load_checked(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load weights, marked as of the layers' current versions, on which some of torchvision's layers insist."""
     state: Any = OrderedDict(weights)
@@ -119,7 +129,8 @@ def match_names(net: nn.Module, weights: Mapping[str, Tensor], unused: Sequence[
     versions of layers change as in torch's strict loading, and BatchNorm's count of batches may be missing.
     """
     state = net.state_dict()
-    weights = {key: x for key, x in weights.items() if key.rpartition(".")[2] not in COUNTERS - _last_names(state)}
+    counters = COUNTERS - {key.rpartition(".")[2] for key in state}
+    weights = {key: x for key, x in weights.items() if key.rpartition(".")[2] not in counters}
     names = {_strip_wrappers(key, state): key for key in state}
     weights = {_strip_wrappers(key, weights): x for key, x in weights.items()}
     wrapper = _prefix(names)
@@ -147,10 +158,6 @@ def _strip_wrappers(key: str, keys: Mapping[str, Any]) -> str:
     """Remove the names of wrappers from a key, unless the result is another key."""
     bare = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     return key if bare in keys else bare
-
-
-def _last_names(keys: Iterable[str]) -> set[str]:
-    return {key.rpartition(".")[2] for key in keys}
 
 
 def _prefix(keys: Iterable[str]) -> str:

@@ -37,13 +37,8 @@ class WideResNet(Net):
 
     Args:
         depth: 10, 16, 22, 28, 40: any 6n + 4.
-        widen: k.
-        input_shape: (C, H, W).
-        num_classes: number of logits.
+        widen: k, 1 or more.
         dropout: the probability of a zero between the convolutions of a block.
-
-    Raises:
-        BadInput: `depth` is not 6n + 4, or `widen` is not positive.
     """
 
     feature_layer = "stage3"
@@ -82,6 +77,5 @@ class WideResNet(Net):
         return logits
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """The stem, each block, and the head with norm, ReLU and the mean over positions."""
         end = nn.Sequential(self.norm, self.relu, Mean(), self.head)
         return [self.stem, *self.stage1, *self.stage2, *self.stage3, end]

@@ -34,16 +34,12 @@ class AttentionTransfer(MapsObjective):
         super().build(student, teacher)
         self.check_positions()
 
-    def of_teacher(self, maps: Tensor) -> Tensor:
+    def reduce(self, maps: Tensor) -> Tensor:
         """Return (b, H * W), the attention vectors of maps (b, C, H, W)."""
-        return _attention(maps)
+        return F.normalize(widen(maps).square().mean(1).flatten(1))
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        differences = [_attention(f_s) - q_t for f_s, q_t in self.maps(student, teacher)]
+        differences = [self.reduce(f_s) - q_t for f_s, q_t in self.maps(student, teacher)]
         distances = [d.square().mean(1) if self.squared else d.norm(dim=1) for d in differences]
         at = Term(sum(distances[1:], distances[0]), self.at_weight)
         return {"at": at, "ce": ce_term(student, labels, self.ce_weight)}
-
-
-def _attention(maps: Tensor) -> Tensor:
-    return F.normalize(widen(maps).square().mean(1).flatten(1))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs
+from lit_modules.nets.base import Outputs, widen
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.recorded import Recorded
@@ -140,7 +140,7 @@ class Objective(Recorded, nn.Module, ABC):
 
     def parts(self) -> list[nn.Module]:
         """Return the modules that hold all trainable parts, each called separately."""
-        return list(self.children())
+        return [part for child in self.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
 
     def adapt(self, student: Outputs) -> Outputs:
         """Pass the student's features through the trainable parts; return the outputs that `forward` compares.
@@ -165,7 +165,7 @@ class Objective(Recorded, nn.Module, ABC):
     def terms(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
         with torch.autocast(labels.device.type, enabled=False):
-            terms: dict[str, Term] = self(widen_outputs(student), teacher and widen_outputs(teacher), labels)
+            terms: dict[str, Term] = self(student.widen(), teacher and teacher.widen(), labels)
         return terms
 
     @abstractmethod
@@ -268,16 +268,6 @@ def mask_tokens(outputs: Outputs, counts: Tensor) -> Outputs:
 
 def _mask(x: Tensor, counts: Tensor) -> Tensor:
     return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), 0.0)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Cast 16-bit types to float32."""
-    return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
-
-
-def widen_outputs(outputs: Outputs) -> Outputs:
-    """Cast logits and features of 16-bit types to float32."""
-    return outputs.map(widen)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

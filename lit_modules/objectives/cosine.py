@@ -17,10 +17,7 @@ class Cosine(FeatureObjective):
     Args:
         cosine_weight: weight of the cosine distance between the features.
         ce_weight: weight of the cross-entropy with the labels.
-        layers: those of FeatureObjective.
-
-    Raises:
-        BadInput: in `build`, features of one value.
+        layers: those of FeatureObjective, of more than one value.
     """
 
     search = space(cosine_weight=Log(0.025, 25))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, positive, space, weight
-from lit_modules.objectives.logits import LogitObjective, temper
+from lit_modules.objectives.logits import LogitObjective
 
 LEAST, RANGE, FIRST = 1.0, 20.0, 1.0  # T = LEAST + RANGE * sigmoid(theta), theta = FIRST at first: T is 15.6
 
@@ -30,11 +30,7 @@ class CTKD(LogitObjective):
     search = space(kd_weight=Log(0.1, 10))
 
     def __init__(
-        self,
-        kd_weight: float = 0.9,
-        ce_weight: float = 0.1,
-        warmup_epochs: float = 10.0,
-        standardize: bool = False,
+        self, kd_weight: float = 0.9, ce_weight: float = 0.1, warmup_epochs: float = 10.0, standardize: bool = False
     ) -> None:
         super().__init__(standardize=standardize)
         self.kd_weight, self.ce_weight = weight("kd_weight", kd_weight), weight("ce_weight", ce_weight)
@@ -46,11 +42,10 @@ class CTKD(LogitObjective):
         return student.with_features({"temperature": self.curriculum(len(student.logits))})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        assert teacher is not None
         t = student.features["temperature"]
         reversal = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2  # lambda
         t = (1 + reversal) * t.detach() - reversal * t  # T, with its gradient reversed
-        log_s, log_t = (F.log_softmax(temper(x, t, self.standardize), -1) for x in (student, teacher))
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher, t))
         soft = kl(log_t, log_s)
         return {
             "kd": Term(soft * t.square().view(-1, *[1] * (soft.dim() - 1)), self.kd_weight),

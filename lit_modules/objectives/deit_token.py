@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Choice, Log, Outputs, Term, ce_term, cross_entropy, kl, space, weight
-from lit_modules.objectives.logits import LogitObjective, temper
+from lit_modules.objectives.logits import LogitObjective
 
 
 class DeiTToken(LogitObjective):
@@ -64,8 +64,8 @@ class DeiTToken(LogitObjective):
         if self.kind == "hard":
             token = cross_entropy(z_token, teacher.logits.argmax(-1))
         else:
-            pair = (temper(x, self.temperature, self.standardize) for x in (teacher, Outputs(z_token, {})))
-            token = kl(*(F.log_softmax(z, -1) for z in pair)) * self.temperature**2
+            log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(Outputs(z_token, {}), teacher))
+            token = kl(log_t, log_s) * self.temperature**2
         return {
             "token": Term(token, self.token_weight),
             "ce": Term(cross_entropy(z_class, labels), self.ce_weight, labelled=True),

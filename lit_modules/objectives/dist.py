@@ -19,13 +19,10 @@ class DIST(LogitObjective):
 
     Args:
         temperature: T.
-        inter_weight: weight of the correlation over classes.
+        inter_weight: weight of the correlation over classes; 0 for two, whose probabilities correlate by 1 or -1.
         intra_weight: weight of the correlation over samples.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-
-    Raises:
-        BadInput: in `build`, `inter_weight` and two classes, as two probabilities correlate by 1 or -1.
     """
 
     search = space(temperature=Log(1, 8), inter_weight=Log(0.2, 20), intra_weight=Log(0.2, 20))

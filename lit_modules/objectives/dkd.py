@@ -4,17 +4,10 @@ import torch
 from torch import Tensor
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
-from lit_modules.objectives.logits import (
-    LogitObjective,
-    check_classes,
-    check_warmup,
-    divergence,
-    split_at_label,
-    warmup_share,
-)
+from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, split_at_label
 
 
-class DKD(LogitObjective):
+class DKD(LabelObjective):
     """w * T^2 * (alpha * TCKD + beta * NCKD) + ce_weight * CE.
 
     TCKD is the divergence between the teacher's and the student's (p_y, 1 - p_y), y the label; NCKD that between their
@@ -24,15 +17,12 @@ class DKD(LogitObjective):
 
     Args:
         alpha: weight of TCKD.
-        beta: weight of NCKD.
+        beta: weight of NCKD, for which there have to be three classes or more.
         temperature: T.
         warmup: w rises to 1 over so many epochs, 1 / warmup in the first; 0 for none. As in the code released with the
             paper.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-
-    Raises:
-        BadInput: in `build`, two classes: NCKD is zero.
     """
 
     # The paper's beta is 2 to 8, by the student, at a temperature of 4.
@@ -48,21 +38,15 @@ class DKD(LogitObjective):
         standardize: bool = False,
     ) -> None:
         super().__init__(temperature, standardize)
-        self.alpha = weight("alpha", alpha)
-        self.beta = weight("beta", beta)
-        self.ce_weight = weight("ce_weight", ce_weight)
-        self.warmup = check_warmup(warmup)
-
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        super().build(student, teacher)
-        check_classes(student, "DKD")
+        self.alpha, self.beta = weight("alpha", alpha), weight("beta", beta)
+        self.ce_weight, self.warmup = weight("ce_weight", ce_weight), check_warmup(warmup)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         student_split, teacher_split = (split_at_label(z, labels) for z in self.temper(student, teacher))
         target = divergence(*(torch.stack(split[:2], -1) for split in (teacher_split, student_split)))
         # Both logarithms of the label's class are 0, so that their difference counts nothing.
         others = divergence(teacher_split[2], student_split[2])
-        scale = warmup_share(self.place.epoch, self.warmup) * self.temperature**2
+        scale = self.warmup_share * self.temperature**2
         return {
             "tckd": Term(target, scale * self.alpha, labelled=True),
             "nckd": Term(others, scale * self.beta, labelled=True),

@@ -31,9 +31,7 @@ class FitNet(Hint):
 
     # The paper takes the middle layer of each net; any two layers fit, so each is searched by itself.
     search = space(
-        hint_weight=Log(1, 1000),
-        student_layer=Choice((MIDDLE, "stage-1")),
-        teacher_layer=Choice((MIDDLE, "stage-1")),
+        hint_weight=Log(1, 1000), student_layer=Choice((MIDDLE, "stage-1")), teacher_layer=Choice((MIDDLE, "stage-1"))
     )
 
     def __init__(

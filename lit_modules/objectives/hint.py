@@ -15,9 +15,6 @@ class Hint(FeatureObjective):
         hint_weight: weight of the squared difference, a mean over channels and positions.
         ce_weight: weight of the cross-entropy with the labels.
         layers: those of FeatureObjective, with maps (b, C_s, H, W) and (b, C_t, H, W).
-
-    Raises:
-        BadInput: in `build`, the two layers' maps differ in height or width.
     """
 
     regressor: nn.Module

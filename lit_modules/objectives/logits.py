@@ -20,10 +20,7 @@ class LogitObjective(Objective):
         temperature: T, which divides logits.
         standardize: whether to bring logits to mean 0 and deviation 1 over the classes first (Sun et al. 2024,
             arXiv:2403.01427), so that the student learns their relation and not their range; the paper has T 2 and a
-            weight of 9, 0.1 for the cross-entropy.
-
-    Raises:
-        BadInput: in `build`, `standardize` with two classes, whose standardised logits differ in sign only.
+            weight of 9, 0.1 for the cross-entropy. Not for two classes, whose standardised logits differ in sign only.
     """
 
     def __init__(self, temperature: float = 1.0, standardize: bool = False) -> None:
@@ -35,11 +32,34 @@ class LogitObjective(Objective):
             why = "standardised logits of two are always 0.707 and -0.707, and have no gradient"
             raise BadInput("standardize", True, f"at least 3 classes, not {classes}: {why}")
 
-    def temper(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
-        """Divide the logits (b, ..., classes) of student and teacher by T."""
+    def temper(
+        self, student: Outputs, teacher: Outputs | None, temperature: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Divide the logits (b, ..., classes) of student and teacher by T, or another temperature."""
         assert teacher is not None
-        z_s, z_t = (temper(outputs, self.temperature, self.standardize) for outputs in (student, teacher))
-        return z_s, z_t
+        t = self.temperature if temperature is None else temperature
+        return temper(student, t, self.standardize), temper(teacher, t, self.standardize)
+
+
+class LabelObjective(LogitObjective):
+    """An objective of logits that compares the classes other than the label's, of which there have to be two.
+
+    Attributes:
+        warmup: epochs in which its terms get their full weights; 0 for none.
+    """
+
+    warmup: int = 0
+
+    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        super().build(student, teacher)
+        if (classes := student.logits.shape[-1]) < 3:
+            name = type(self).__name__
+            raise BadInput("classes", classes, f"at least 3: {name} compares classes other than a label's")
+
+    @property
+    def warmup_share(self) -> float:
+        """The share of its terms' weights, which grows by whole epochs from 1 / warmup to 1."""
+        return min((int(self.place.epoch) + 1) / self.warmup, 1.0) if self.warmup else 1.0
 
 
 def temper(outputs: Outputs, temperature: float | Tensor, standardize: bool = False) -> Tensor:
@@ -89,19 +109,8 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def warmup_share(epoch: float, warmup: int) -> float:
-    """Return the share of a weight that grows by whole epochs, from 1 / warmup to 1; always 1 if warmup is 0."""
-    return min((int(epoch) + 1) / warmup, 1.0) if warmup else 1.0
-
-
 def check_warmup(warmup: int) -> int:
     """Return the number of warm-up epochs; raise BadInput unless it is zero or more."""
     if warmup < 0:
         raise BadInput("warmup", warmup, "a number of epochs, 0 or more")
     return warmup
-
-
-def check_classes(student: Outputs, name: str, fewest: int = 3) -> None:
-    """Raise BadInput if there are too few classes for a method to compare."""
-    if (classes := student.logits.shape[-1]) < fewest:
-        raise BadInput("classes", classes, f"at least {fewest}: {name} compares classes other than a label's")

@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
-from lit_modules.objectives.logits import LogitObjective, check_classes, pick_label, split_at_label, temper
+from lit_modules.objectives.logits import LabelObjective, pick_label, split_at_label
 
 
-class NKD(LogitObjective):
+class NKD(LabelObjective):
     """target_weight * (-p_t,y log p_s,y) + gamma * T^2 * CE(n_t, n_s) + ce_weight * CE.
 
     y is the label, p a distribution at T 1, n that over the other classes at T. Both are cross-entropies, which differ
@@ -15,14 +15,11 @@ class NKD(LogitObjective):
     with T 3 the code released with it has gamma 3.5.
 
     Args:
-        gamma: weight of the other classes.
+        gamma: weight of the other classes, of which there have to be two or more.
         temperature: T.
         target_weight: weight of the label's class.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-
-    Raises:
-        BadInput: in `build`, two classes.
     """
 
     # The paper has gamma 1.5 at temperature 1 for ImageNet, 3.5 at 3 for CIFAR-100.
@@ -40,13 +37,8 @@ class NKD(LogitObjective):
         self.gamma, self.target_weight = weight("gamma", gamma), weight("target_weight", target_weight)
         self.ce_weight = weight("ce_weight", ce_weight)
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        super().build(student, teacher)
-        check_classes(student, "NKD")
-
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        assert teacher is not None
-        log_s, log_t = (F.log_softmax(temper(x, 1.0, self.standardize), -1) for x in (student, teacher))
+        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher, 1.0))
         target = -pick_label(log_t, labels).exp() * pick_label(log_s, labels)
         (*_, rest_s, _), (*_, rest_t, others) = (split_at_label(z, labels) for z in self.temper(student, teacher))
         rest = -(rest_t.exp() * rest_s).where(others, 0.0).sum(-1)

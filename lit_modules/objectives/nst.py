@@ -35,19 +35,15 @@ class NST(MapsObjective):
         super().build(student, teacher)
         self.check_positions()
 
-    def of_teacher(self, maps: Tensor) -> Tensor:
+    def reduce(self, maps: Tensor) -> Tensor:
         """Return (b, C, H * W), each channel's map divided by its length."""
-        return _selectivity(maps)
+        return F.normalize(widen(maps).flatten(2), dim=2)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        pairs = [(_selectivity(f_s), x_t) for f_s, x_t in self.maps(student, teacher)]
+        pairs = [(self.reduce(f_s), x_t) for f_s, x_t in self.maps(student, teacher)]
         discrepancies = [_kernel(x_t, x_t) + _kernel(x_s, x_s) - 2 * _kernel(x_s, x_t) for x_s, x_t in pairs]
         nst = Term(sum(discrepancies[1:], discrepancies[0]), self.nst_weight)
         return {"nst": nst, "ce": ce_term(student, labels, self.ce_weight)}
-
-
-def _selectivity(maps: Tensor) -> Tensor:
-    return F.normalize(widen(maps).flatten(2), dim=2)
 
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:

@@ -31,9 +31,6 @@ class ReviewKD(StagesObjective):
         ce_weight: weight of the cross-entropy with the labels.
         warmup_epochs: epochs in which the weight of the levels grows from 0; 0 for none.
         layers: those of StagesObjective, from the first to the deepest level, which give maps of any sizes or vectors.
-
-    Raises:
-        BadInput: in `build`, a layer gives neither maps nor vectors.
     """
 
     # The paper's weights are 0.6 to 8, by the pair of nets.
@@ -68,9 +65,6 @@ class ReviewKD(StagesObjective):
         self.fusions = nn.ModuleList(
             _Fusion(f_s.shape[1], width, f_t.shape[1], number < deepest) for number, (f_s, f_t) in enumerate(pairs)
         )
-
-    def parts(self) -> list[nn.Module]:
-        return list(self.fusions)
 
     def adapt(self, student: Outputs) -> Outputs:
         """Add for each level a map of the teacher's shape, as `fused.<number>`."""

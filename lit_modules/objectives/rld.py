@@ -5,19 +5,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
-from lit_modules.objectives.logits import (
-    LogitObjective,
-    check_classes,
-    check_warmup,
-    divergence,
-    pick_label,
-    split_at_label,
-    temper,
-    warmup_share,
-)
+from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, pick_label, split_at_label
 
 
-class RLD(LogitObjective):
+class RLD(LabelObjective):
     """w * (alpha * S^2 * SCD + beta * T^2 * MCD) + ce_weight * CE.
 
     SCD, at S, is the divergence between the teacher's (max p_t, 1 - max p_t) and the student's (p_s,y, 1 - p_s,y), y
@@ -26,16 +17,13 @@ class RLD(LogitObjective):
 
     Args:
         alpha: weight of SCD.
-        beta: weight of MCD.
+        beta: weight of MCD, for which there have to be three classes or more.
         temperature: T.
         warmup: w rises to 1 over so many epochs, 1 / warmup in the first; 0 for none. The code released with the paper
             has 20, and for ImageNet 1, beta 0.5 or 2, and T 1.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
         scd_temperature: S. 1 is the released code's default; its command for CIFAR-100 sets it to T (`--same-t`).
-
-    Raises:
-        BadInput: in `build`, two classes.
     """
 
     search = space(alpha=Log(0.1, 10), beta=Log(0.5, 20), temperature=Log(1, 8))
@@ -52,18 +40,11 @@ class RLD(LogitObjective):
     ) -> None:
         super().__init__(temperature, standardize)
         self.scd_temperature = check_temperature(scd_temperature)
-        self.alpha = weight("alpha", alpha)
-        self.beta = weight("beta", beta)
-        self.ce_weight = weight("ce_weight", ce_weight)
-        self.warmup = check_warmup(warmup)
-
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        super().build(student, teacher)
-        check_classes(student, "RLD")
+        self.alpha, self.beta = weight("alpha", alpha), weight("beta", beta)
+        self.ce_weight, self.warmup = weight("ce_weight", ce_weight), check_warmup(warmup)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        assert teacher is not None
-        z_s, z_t = (temper(x, self.scd_temperature, self.standardize) for x in (student, teacher))
+        z_s, z_t = self.temper(student, teacher, self.scd_temperature)
         splits = split_at_label(z_t, z_t.argmax(-1)), split_at_label(z_s, labels)
         confidence = divergence(*(torch.stack(split[:2], -1) for split in splits))
         lower = z_t < pick_label(z_t, labels)[..., None]
@@ -73,9 +54,8 @@ class RLD(LogitObjective):
             for z in self.temper(student, teacher)
         )
         correlation = (log_t.exp() * (log_t - log_s)).where(lower, 0.0).sum(-1)
-        share = warmup_share(self.place.epoch, self.warmup)
         return {
-            "scd": Term(confidence, share * self.alpha * self.scd_temperature**2, labelled=True),
-            "mcd": Term(correlation, share * self.beta * self.temperature**2, labelled=True),
+            "scd": Term(confidence, self.warmup_share * self.alpha * self.scd_temperature**2, labelled=True),
+            "mcd": Term(correlation, self.warmup_share * self.beta * self.temperature**2, labelled=True),
             "ce": ce_term(student, labels, self.ce_weight),
         }

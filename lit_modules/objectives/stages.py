@@ -52,13 +52,8 @@ class StagesObjective(Objective):
 class MapsObjective(StagesObjective):
     """Compares maps (b, C, H, W) of several layers; of each pair the larger is average-pooled to the smaller.
 
-    The teacher's maps pass `of_teacher` before they are stored.
-
-    Attributes:
-        sizes: (H, W) of the smaller map of each pair, set by `build`.
-
-    Raises:
-        BadInput: in `build`, a layer gives no maps.
+    The teacher's maps pass `reduce` before they are stored. `sizes`, set by `build`, are (H, W) of each pair's
+    smaller map. BadInput, in `build`, if a layer gives no maps.
     """
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
@@ -76,8 +71,8 @@ class MapsObjective(StagesObjective):
             expected = "layers of which one at least gives maps larger than 1 x 1, whose attention is constant"
             raise BadInput("student_stages", f"[{paths}]", expected)
 
-    def of_teacher(self, maps: Tensor) -> Tensor:
-        """Return what is compared of a teacher's maps (b, C, H, W), without parameters."""
+    def reduce(self, maps: Tensor) -> Tensor:
+        """Return what is compared of maps (b, C, H, W), without parameters; of the teacher's it is stored."""
         return maps
 
     def condense(self, teacher: Outputs) -> Outputs:
@@ -85,7 +80,7 @@ class MapsObjective(StagesObjective):
         features = dict[str, Tensor]()
         for number, (path, size) in enumerate(zip(self.teacher_layers.values(), self.sizes, strict=True)):
             raw = teacher.features[path]
-            reduced = self.of_teacher(pool_to(raw, size))
+            reduced = self.reduce(pool_to(raw, size))
             features[path if reduced is raw else f"condensed.{number}"] = reduced
         return teacher._replace(features=features)
 

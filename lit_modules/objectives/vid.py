@@ -38,9 +38,6 @@ class VID(MapsObjective):
         pairs = self.pairs(student, teacher)
         self.gaussians = nn.ModuleList(_Gaussian(f_s.shape[1], f_t.shape[1]) for f_s, f_t in pairs)
 
-    def parts(self) -> list[nn.Module]:
-        return list(self.gaussians)
-
     def adapt(self, student: Outputs) -> Outputs:
         """Add means (b, C_t, H, W) and variances (b, C_t, 1, 1) for each layer."""
         added = dict[str, Tensor]()

@@ -44,10 +44,7 @@ def capture(net: nn.Module, example: Tensor, layers: Sequence[str] = ()) -> Grap
     """Capture the net's operations on inputs like `example` (b, ...), with any number of rows, in its current mode.
 
     The graph returns a tuple: logits (b, classes), and the layers' outputs. Dropout of any kind is `aten.dropout`.
-
-    Raises:
-        BadInput: torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or does
-            more than normalise.
+    BadInput if torch.export can't capture the net, it draws other noise, or a BatchNorm has no statistics or does more.
     """
     norms = {path: m for path, m in net.named_modules() if isinstance(m, BatchNorm)}
     for path, norm in norms.items():

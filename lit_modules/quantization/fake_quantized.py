@@ -14,15 +14,11 @@ from lit_modules.quantization.ranges import Range
 
 
 class FakeQuantized(nn.Module):
-    """A net, inputs (b, ...) -> logits (b, classes), with fake quantisers from torchao's PT2E.
+    """A net, inputs (b, ...) -> logits (b, classes), with fake quantisers from torchao's PT2E: a copy of a trained one.
 
     BatchNorm and ranges use the global batch, dropout is the net's own, and objectives find the net's layers under
-    their usual paths. Ranges are observed in training only.
-
-    Args:
-        net: a trained float net; it is copied.
-        example: inputs (1, ...), of the net's type.
-        layers: names of the layers whose outputs objectives compare.
+    their usual paths: those of `layers`. Ranges are observed in training only. `example` has inputs (1, ...), of the
+    net's type.
 
     Raises:
         Missing: torchao is not installed.

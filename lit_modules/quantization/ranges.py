@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import replicas
-from lit_modules.nets.stand_ins import drop_stand_ins
+from lit_modules.nets.layers import drop_stand_ins
 
 
 class Range(nn.Module):

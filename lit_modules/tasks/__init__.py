@@ -5,9 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from apprentice.errors import BadInput
-from lit_modules.tasks.base import LABELLED, TOKENS, Range, Task
+from lit_modules.tasks.base import LABELLED, TOKENS, Metric, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
-from lit_modules.tasks.metric import Metric
 from lit_modules.tasks.scores import ExactMean, Scores
 from lit_modules.tasks.tokens import BITS, Tokens, TokenScores
 

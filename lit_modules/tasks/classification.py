@@ -12,8 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy, widen
-from lit_modules.tasks.base import Range, Task, check_classes
-from lit_modules.tasks.metric import Metric
+from lit_modules.tasks.base import Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores
 
 TOP = 5
@@ -41,10 +40,7 @@ class Classification(Task):
 
     Args:
         num_classes: number of logits.
-        metric: what nets are judged by, beside the accuracy: see `ClassScores`.
-
-    Raises:
-        BadInput: top5 of five classes or fewer.
+        metric: what nets are judged by, beside the accuracy: see `ClassScores`; top5 is of more than five classes.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType(

@@ -1,8 +1,15 @@
-"""Evaluation scores, which count each sample once on any number of ranks."""
+"""Evaluation scores, which count each sample once on any number of ranks, and values of single test samples."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from apprentice.batch import label_mask
+from lit_modules.objectives.base import widen
 
 UNIT = 2.0**32
 
@@ -71,3 +78,54 @@ class Scores(nn.Module):
     def confusion_matrix(self) -> Tensor | None:
         """Counts (classes, classes) over all ranks with the truth in rows, if there are classes to confuse."""
         return None
+
+
+class PerSample(Metric):
+    """Values of single samples by name, in the order of their places in the data set."""
+
+    index: list[Tensor]
+    value: list[Tensor]
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        for name in ("index", "value"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with none; a rank may get no sample, and others wait for what it has."""
+        super().reset()
+        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+        self.value = [torch.zeros(0, len(self.names), dtype=torch.float64, device=self.device)]
+
+    def update(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add b samples: their places (b,) and, for each name, values (b,)."""
+        self.index.append(index)
+        self.value.append(torch.stack([values[name].detach().double() for name in self.names], 1))
+
+    def compute(self) -> dict[str, Tensor]:
+        """The values (n,) float64 of all ranks, and `place`; nothing where a loader numbers no samples.
+
+        Then a place has several of them.
+        """
+        index, values = dim_zero_cat(self.index), dim_zero_cat(self.value)
+        places, order = index.sort()
+        if len(places.unique()) < len(places):
+            return {}
+        return {"place": places, **dict(zip(self.names, values[order].unbind(1), strict=True))}
+
+
+def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """How a net follows its teacher, (b,) each: KL(teacher || net) in nats, and whether both predict the same class.
+
+    Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
+    Knowledge Distillation Really Work?", 2021.)
+    """
+    log_q, log_p = (F.log_softmax(widen(x), -1) for x in (logits, teacher))
+    kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    values = {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
+    if labels.ndim == 1:
+        return values
+    known = label_mask(labels)
+    return {name: x.where(known, 0.0).sum(1) / known.sum(1).clamp(min=1) for name, x in values.items()}

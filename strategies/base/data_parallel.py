@@ -4,7 +4,8 @@ import atexit
 import multiprocessing
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,13 +17,14 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
-from strategies.base import failures, gradients, missing_ranks, rendezvous
-from strategies.base.fit_state import DeferredOptimizers
+from strategies.base import failures, gradients, rendezvous
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
 from strategies.base.private import add_worker_init_fn, collect_rng_states, destroy_process_group, set_rng_states
 
@@ -37,7 +39,7 @@ def check_backend(name: str) -> None:
         raise BadInput("process_group_backend", name, f"one of {', '.join(known)}")
 
 
-class DataParallel(DeferredOptimizers):
+class DataParallel(DDPStrategy):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and errors that name the missing rank.
 
     A forked rank starts in a second; a sub-process imports everything again (8 ranks: 10 s against 80 s). After the
@@ -51,18 +53,15 @@ class DataParallel(DeferredOptimizers):
         init_method: where ranks meet: tcp://HOST:PORT, an address of rank 0's; file:///PATH, a file that all can write;
             env:// or None: where MASTER_ADDR and MASTER_PORT or the launcher say, else at a free port.
         accelerator: as DDPStrategy's, and so are the others; the Trainer sets those that are None.
-        parallel_devices: one for each rank of this node.
-        cluster_environment: who has started the ranks, and where they meet.
-        checkpoint_io: how checkpoints are written.
-        precision_plugin: how numbers are rounded.
     """
 
     cluster_environment: ClusterEnvironment
     _timeout: timedelta
-    _saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
-    _missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
-    _hooks: failures.Hooks | None = None  # set aside, as they must not be called here
-    _relates_rows = True  # whether a step has the whole global batch, whose rows a loss may relate
+    saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
+    _relates_rows = True  # whether a loss may relate rows of the global batch, which it always may under `exact`
+    _interrupted = False  # whether an exception has ended the fit, and other ranks may have gone
+    create_optimizers: Callable[[], None] | None = None  # makes a finished fit's optimizers and schedulers on demand
+    missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
 
     def __init__(
         self,
@@ -85,6 +84,7 @@ class DataParallel(DeferredOptimizers):
         if process_group_backend is not None:
             check_backend(process_group_backend)
         rendezvous.check_init_method(init_method)
+        self.undo = ExitStack()  # of what a setup has changed; `teardown` closes it
         from_trainer = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         super().__init__(*from_trainer, timeout=limit, process_group_backend=process_group_backend)
         self.start_method, self.init_method = start_method, init_method
@@ -130,8 +130,55 @@ class DataParallel(DeferredOptimizers):
         return self.global_rank, self._num_ranks
 
     @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The number of ranks that read different rows, and the number of this one."""
+        rank, replicas = self.replica
+        return {"num_replicas": replicas, "rank": rank}
+
+    @property
     def _timeout_seconds(self) -> float:
         return self._timeout.total_seconds()
+
+    def _create_pending(self) -> None:
+        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
+        try:
+            if create is not None:
+                create()
+        except BaseException:
+            self.create_optimizers = create
+            raise
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the current fit or of the last one."""
+        self._create_pending()
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.create_optimizers = None
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        self._create_pending()
+        return self._lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self._lr_scheduler_configs = configs
+
+    @contextmanager
+    def without_optimizers(self, restore: bool) -> Iterator[None]:
+        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
+        create, self.create_optimizers = self.create_optimizers, None
+        optimizers, configs = self.optimizers, self.lr_scheduler_configs
+        self.optimizers, self.lr_scheduler_configs = [], []
+        try:
+            yield
+        finally:
+            if restore:
+                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create
 
     def _configure_launcher(self) -> None:
         self._check_devices()
@@ -160,7 +207,7 @@ class DataParallel(DeferredOptimizers):
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
-        if getattr(module, "relates_rows", False) and not self._relates_rows:
+        if getattr(module, "relates_rows", False) and not self._relates_rows and self.exact is None:
             expected = "objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
             raise BadInput("strategy", type(self).__name__, expected)
 
@@ -264,48 +311,31 @@ class DataParallel(DeferredOptimizers):
             for buffer in self._module.buffers():
                 dist.broadcast(buffer, rank)
 
-    def saves_alone(self, trainer: Trainer) -> bool:
-        """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
-        has_state = self.is_global_zero and (self._saves_alone or self.world_size == 1)
-        return has_state and trainer.state.fn == TrainerFn.FITTING and failures.may_save(trainer)
+    def replace(self, owner: object, name: str, value: Any) -> None:
+        """Hide an attribute of an object's class, such as a method, until the teardown."""
+        self.undo.callback(vars(owner).pop, name, None)
+        setattr(owner, name, value)
 
-    def prepare_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
-        """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all."""
-        if not dist.is_initialized() or self.world_size == 1 or not failures.may_save(trainer):
-            return
-        ends = isinstance(self._launcher, ForkLauncher)  # a rank that was not forked may fit again, with the others
-        if not (ends and self._saves_alone) and failures.is_everywhere(trainer, exception):
-            return
-        if self._saves_alone:
-            try:
-                self._raise_for_missing(exception)
-            except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
-                self._missing = missing
-            failures.leave()
-        else:
-            self._hooks = failures.Hooks.set_aside(trainer, callbacks_only=True)
-            kind = type(self).__name__
-            exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
-
-    def set_hooks_aside(self, trainer: Trainer) -> None:
-        """Keep Lightning from calling hooks of an exception, which the ranks have called, in this process."""
-        self._hooks = failures.Hooks.set_aside(trainer)
+    def setup(self, trainer: Trainer) -> None:
+        self._interrupted = False
+        super().setup(trainer)
 
     def teardown(self) -> None:
-        """Give hooks that were set aside back to the Trainer."""
-        super().teardown()
-        if self._hooks is not None:
-            self._hooks.restore()
-        self._hooks = None
+        """Undo what the setup has changed."""
+        try:
+            self.undo.close()
+        finally:
+            super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the ranks that stopped responding, if a collective has failed: see `raise_for_missing`."""
+        """Name the ranks that stopped responding, if a collective has failed: see `failures`."""
+        self._interrupted = True
         super().on_exception(exception)
-        missing, self._missing = self._missing, None
+        missing, self.missing = self.missing, None
         try:
             if missing is not None:
                 raise missing
-            self._raise_for_missing(exception)
+            failures.raise_for_missing(self, exception)
         except (TimeoutError, ConnectionError, ValueError, SystemExit):
             self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
@@ -314,12 +344,6 @@ class DataParallel(DeferredOptimizers):
                         logger.finalize("failed")
                 self.teardown()
             raise
-
-    def _raise_for_missing(self, exception: BaseException) -> None:
-        first_only = isinstance(self._launcher, ScriptLauncher)
-        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # None in the process that forked the ranks
-        stop = trainer is not None and trainer.should_stop
-        missing_ranks.raise_for_missing(exception, self._timeout_seconds, first_only, stop)
 
     def _kill_children(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):

@@ -1,22 +1,31 @@
-"""A fit that fails: hooks run in the ranks that have trained, and communicate only where all ranks can."""
+"""A fit that fails: hooks run in the ranks that have trained, and ranks that stopped responding are named."""
 
 import contextlib
 import pickle
+import re
+import threading
+import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from apprentice.errors import BadInput
-from strategies.base import missing_ranks
-from strategies.base.private import abort_process_group
+from strategies.base.private import SubprocessScriptLauncher, abort_process_group, default_store
+
+if TYPE_CHECKING:
+    from strategies.base.data_parallel import DataParallel
 
 PATIENCE = 5.0  # seconds until a rank has failed alone
+STOP = "should_stop"
+RESPONSE_TIME = 3.0  # seconds in which a rank that is there responds; a launcher ends us sooner after a rank's death
+# "timeout caused": gloo closed a connection because another operation timed out
+SIGNS = re.compile("[Tt]imed out|timeout caused|Connection (closed|reset)|Broken pipe|Watchdog|connectFullMesh")
 
 
 def may_save(trainer: Trainer) -> bool:
@@ -28,37 +37,25 @@ def may_save(trainer: Trainer) -> bool:
 
 def is_everywhere(trainer: Trainer, exception: BaseException) -> bool:
     """Whether all ranks have failed in the same line of the same step, and so can go on communicating; collective."""
-    if isinstance(exception, KeyboardInterrupt) or missing_ranks.SIGNS.search(str(exception)):
+    if isinstance(exception, KeyboardInterrupt) or SIGNS.search(str(exception)):
         return False
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(exception.__traceback__)]
     place = repr((type(exception).__name__, trainer.global_step, lines))
-    responses = missing_ranks.exchange("failed", place, PATIENCE) or {}
+    responses = exchange("failed", place, PATIENCE) or {}
     return [*responses.values()] == [place] * dist.get_world_size()
-
-
-def leave() -> None:
-    """Leave the process group, so that metrics and checkpoints wait for nobody."""
-    if dist.get_backend() == "nccl":
-        abort_process_group()
-    else:
-        dist.destroy_process_group()
-
-
-def send(error: BaseException, file: Path) -> None:
-    """Pickle a rank's error for the process that forked it; without that, it gets the traceback as text."""
-    if isinstance(error, BadInput):  # its value may be a function, or a mesh
-        error = BadInput(error.argument, str(error.value), error.expected)
-    with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
-        file.write_bytes(pickle.dumps(error))
 
 
 @contextlib.contextmanager
 def send_errors(file: Path) -> Iterator[None]:
-    """Send the error that the block raises: see `send`."""
+    """Pickle the block's error for the process that forked this rank; without that, it gets the traceback as text."""
     try:
         yield
     except Exception as error:
-        send(error, file)
+        sent = error
+        if isinstance(error, BadInput):  # its value may be a function, or a mesh
+            sent = BadInput(error.argument, str(error.value), error.expected)
+        with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
+            file.write_bytes(pickle.dumps(sent))
         raise
 
 
@@ -70,24 +67,99 @@ def receive(file: Path) -> BaseException | None:
     return None
 
 
-@dataclass
-class Hooks:
-    """Sets aside what Lightning calls when a fit has failed, until `restore`."""
+def saves_alone(strategy: "DataParallel", trainer: Trainer) -> bool:
+    """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
+    has_state = strategy.is_global_zero and (strategy.saves_alone or strategy.world_size == 1)
+    return has_state and trainer.state.fn == TrainerFn.FITTING and may_save(trainer)
 
-    trainer: Any
-    callbacks: list[Any]
-    loggers: list[Any]
-    data: Any
 
-    @classmethod
-    def set_aside(cls, trainer: Any, callbacks_only: bool = False) -> "Hooks":
-        """Take the callbacks from a Trainer, and its loggers and data module."""
-        hooks = cls(trainer, trainer.callbacks, trainer.loggers, trainer.datamodule)
-        trainer.callbacks = []
-        if not callbacks_only:
-            trainer.loggers, trainer.datamodule = [], None
-        return hooks
+def prepare_hooks(strategy: "DataParallel", trainer: Trainer, exception: BaseException, ends: bool) -> None:
+    """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all.
 
-    def restore(self) -> None:
-        """Give them back."""
-        self.trainer.callbacks, self.trainer.loggers, self.trainer.datamodule = self.callbacks, self.loggers, self.data
+    A rank that does not end now may fit again, with the others.
+    """
+    if not dist.is_initialized() or strategy.world_size == 1 or not may_save(trainer):
+        return
+    if not (ends and strategy.saves_alone) and is_everywhere(trainer, exception):
+        return
+    if not strategy.saves_alone:
+        set_hooks_aside(strategy, trainer, "callbacks")
+        kind = type(strategy).__name__
+        exception.add_note(f"on_exception of callbacks was not called: {kind} saves with all ranks or not at all")
+        return
+    try:
+        raise_for_missing(strategy, exception)
+    except (TimeoutError, ConnectionError, ValueError, SystemExit) as missing:
+        strategy.missing = missing
+    # Outside of the process group, metrics and checkpoints wait for nobody.
+    abort_process_group() if dist.get_backend() == "nccl" else dist.destroy_process_group()
+
+
+def set_hooks_aside(strategy: "DataParallel", trainer: Any, *names: str) -> None:
+    """Take what Lightning would call from the Trainer's attributes, until the strategy's teardown."""
+    for name in names:
+        strategy.undo.callback(setattr, trainer, name, getattr(trainer, name))
+        setattr(trainer, name, None if name == "datamodule" else [])
+
+
+def raise_for_missing(strategy: "DataParallel", exception: BaseException) -> None:
+    """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
+
+    TimeoutError: they did not come within the strategy's timeout; ConnectionError: they have gone; BadInput: all
+    respond, and some have left the training loop; SystemExit in a sub-process: another rank reports that, as all write
+    to one terminal.
+    """
+    text = str(exception)
+    collective = isinstance(exception, RuntimeError) and SIGNS.search(text)
+    if not collective or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    trainer = strategy.lightning_module and strategy.lightning_module._trainer  # none in the process that forked
+    responses = exchange("present", STOP if trainer and trainer.should_stop else "", RESPONSE_TIME)
+    # Rank 0 serves the store.
+    missing = [0] if responses is None else [rank for rank in range(dist.get_world_size()) if rank not in responses]
+    if responses is not None and not missing:
+        stopped = [rank for rank, value in responses.items() if value == STOP]
+        if 0 < len(stopped) < dist.get_world_size():  # the others wait in the loop
+            expected = "it on all ranks after the same step, or on none"
+            raise BadInput("", "trainer.should_stop", f"{expected}; it is set on {_name_ranks(stopped)} alone")
+        return
+    is_script = isinstance(strategy._launcher, SubprocessScriptLauncher)
+    if is_script and any(rank not in missing for rank in range(dist.get_rank())):
+        raise SystemExit(2)
+    names = _name_ranks(missing)
+    if "imed out" in text or "timeout" in text:
+        timeout, expected = strategy._timeout_seconds, "expected every rank to come within that time"
+        raise TimeoutError(f"--trainer.strategy.timeout {timeout:g}: {names} kept the others waiting; {expected}")
+    has, its = ("has", "its") if len(missing) == 1 else ("have", "their")
+    raise ConnectionError(f"{names} {has} gone; {its} own message, if there is one, is above") from exception
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def leave_stopped() -> None:
+    """Let ranks that still train learn from `raise_for_missing` that this one has ended by `should_stop`."""
+    if dist.is_initialized():
+        default_store().set(f"present/{dist.get_rank()}", STOP)
+
+
+def exchange(key: str, value: str, seconds: float) -> dict[int, str] | None:
+    """Return the values of the ranks that call this within so many seconds; None if the store does not answer."""
+    result: list[dict[int, str]] = []
+
+    def ask() -> None:
+        store, deadline, responses = default_store(), time.monotonic() + seconds, dict[int, str]()
+        with contextlib.suppress(dist.DistNetworkError):  # the store has gone, and rank 0 with it
+            store.set(f"{key}/{dist.get_rank()}", value)
+            while len(responses) < dist.get_world_size() and time.monotonic() < deadline:
+                absent = [rank for rank in range(dist.get_world_size()) if rank not in responses]
+                arrived = [rank for rank in absent if store.check([f"{key}/{rank}"])]
+                responses |= {rank: store.get(f"{key}/{rank}").decode() for rank in arrived}
+                time.sleep(0.05)
+            result.append(dict(sorted(responses.items())))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds + 2)
+    return result[0] if result else None

@@ -6,8 +6,6 @@ module, data module or callback are lost with the ranks, and so is the run that 
 """
 
 import csv
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -15,14 +13,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import is_picklable, lightning_setattr
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim import Optimizer
 
 from apprentice.errors import BadInput
 from strategies.base.private import Loop, init_optimizers, name_of_lr
@@ -31,54 +26,6 @@ LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 State = dict[str, Any]
-
-
-class DeferredOptimizers(DDPStrategy):
-    """Lightning's DDPStrategy, with `optimizers` and `lr_scheduler_configs` that can be created on first access."""
-
-    create_optimizers: Callable[[], None] | None = None  # sets both, and is called when somebody asks for one of them
-
-    def _create_pending(self) -> None:
-        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
-        try:
-            if create is not None:
-                create()
-        except BaseException:
-            self.create_optimizers = create
-            raise
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those of the current fit or of the last one."""
-        self._create_pending()
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self.create_optimizers = None
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Those of the current fit or of the last one."""
-        self._create_pending()
-        return self._lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self._lr_scheduler_configs = configs
-
-    @contextmanager
-    def without_optimizers(self, restore: bool) -> Iterator[None]:
-        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
-        create, self.create_optimizers = self.create_optimizers, None
-        optimizers, configs = self.optimizers, self.lr_scheduler_configs
-        self.optimizers, self.lr_scheduler_configs = [], []
-        try:
-            yield
-        finally:
-            if restore:
-                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create
 
 
 def builds_layers(module: LightningModule) -> bool:

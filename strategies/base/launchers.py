@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from strategies.base import failures, fit_state, missing_ranks
+from strategies.base import failures, fit_state
 from strategies.base.private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -75,7 +75,7 @@ class ForkLauncher(MultiProcessingLauncher):
                 return results
         except BaseException as exception:
             if self.procs:  # the ranks have called the hooks that Lightning is about to call here, on an untrained net
-                self._strategy.set_hooks_aside(trainer)
+                failures.set_hooks_aside(self._strategy, trainer, "callbacks", "loggers", "datamodule")
             if isinstance(exception, KeyboardInterrupt):
                 self._interrupt_ranks()
             raise
@@ -105,14 +105,11 @@ class ForkLauncher(MultiProcessingLauncher):
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)
         with failures.send_errors(self._error_file(process_idx)):
-            self._run_rank(process_idx, *args, **kwargs)
-
-    def _run_rank(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
-        except BaseException as exception:
-            self._call_exception_hooks(args[0], exception)
-            raise
+            try:
+                super()._wrapping_function(process_idx, args[0], partial(_run, *args[:2]), *args[2:], **kwargs)
+            except BaseException as exception:
+                self._call_exception_hooks(args[0], exception)
+                raise
 
     def _error_file(self, process_idx: int) -> Path:
         return self._result.with_name(f"error{process_idx}.pickle")
@@ -120,14 +117,14 @@ class ForkLauncher(MultiProcessingLauncher):
     def _call_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
         """Call what Lightning calls in a process that starts no ranks; in the parent it would find no trained net."""
         self._saving = True
-        self._strategy.prepare_exception_hooks(trainer, exception)
+        failures.prepare_hooks(self._strategy, trainer, exception, ends=True)
         call._interrupt(trainer, exception)
         if trainer.received_sigterm:  # the rank that has failed first says why
             os._exit(128 + signal.SIGTERM)
 
     def _handle_sigterm(self, trainer: Trainer) -> None:
         """End at once, as another rank or the run shall end; a rank that saves alone fails and saves first."""
-        if self._saving or self._strategy.saves_alone(trainer):
+        if self._saving or failures.saves_alone(self._strategy, trainer):
             trainer._signal_connector.received_sigterm = True  # the fit ends at a collective, or with this batch
         else:
             os._exit(128 + signal.SIGTERM)
@@ -145,7 +142,7 @@ class ForkLauncher(MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if trainer.should_stop:
-            missing_ranks.leave_stopped()
+            failures.leave_stopped()
         state = fit_state.collect(trainer)
         if self._strategy.local_rank:
             return None
@@ -213,7 +210,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except TunerExit:  # no failure
             raise
         except BaseException as exception:
-            self._strategy.prepare_exception_hooks(trainer, exception)
+            failures.prepare_hooks(self._strategy, trainer, exception, ends=False)
             raise
 
     def _call_children_scripts(self) -> None:

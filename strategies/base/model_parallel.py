@@ -121,7 +121,7 @@ class ModelParallel(nn.Module):
             raise BadInput("", f"stage {stage}", f"a tensor or a tuple of tensors as its output, got {wrong[0]}")
         return x
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         devices = None if self.devices is None else [str(device) for device in self.devices]
         return f"devices={devices}, split_size={self.split_size}"
 

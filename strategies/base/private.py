@@ -30,15 +30,6 @@ from apprentice.private import TORCH
 
 LIGHTNING = ">=2.6.6,<2.7"  # the versions that have them, with TORCH
 
-__all__ = [
-    "LIGHTNING", "TORCH", "LogMetadata", "Loop", "ModuleMode", "MultiProcessingLauncher", "NormBase",
-    "SubprocessScriptLauncher", "TorchDispatchMode", "TunerExit", "WorkerOutput", "abort_process_group",
-    "add_worker_init_fn", "collect_rng_states", "default_dtype", "default_store", "destroy_process_group",
-    "has_cpp_compiler", "inductor_config", "init_optimizers", "keystr", "module_state_mapping", "name_of_lr",
-    "register_ddp_comm_hook", "set_rng_states", "set_signal_of_parents_end", "sync_module_states",
-    "tree_flatten_with_path",
-]  # fmt: skip
-
 
 def inductor_config() -> ModuleType:
     """Return Inductor's settings; slow to import."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -20,6 +20,16 @@ SYNCHRONISE = "It is recommended to use `self.log.*sync_dist=True"  # needless w
 class SharedReplica(DataParallel):
     """Ranks of one replica hold the same values, which sums over replicas count once a replica, not once a rank."""
 
+    @property
+    def replica_size(self) -> int:
+        """The number of ranks that compute a replica together; they follow one another."""
+        return self._num_ranks
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's replica of the module, and the number of replicas."""
+        return self.global_rank // self.replica_size, self._num_ranks // self.replica_size
+
     def _read_whole_batches(self, trainer: Trainer) -> None:
         """Let every rank read all batches, in the order of the user's loader, with the same random numbers."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
@@ -27,28 +37,24 @@ class SharedReplica(DataParallel):
         trainer._accelerator_connector.use_distributed_sampler = False
         self._broadcast_random_states()
 
-    def _set_metrics_group(self, group: dist.ProcessGroup | None) -> None:
-        """Reduce metrics over a group, such as one that has each sample once."""
+    def _reduce_metrics(self, group: dist.ProcessGroup | None) -> None:
+        """Reduce metrics over a group, such as one that has each sample once, until the teardown."""
         for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
+            self.undo.callback(setattr, metric, "process_group", None)
             metric.process_group = group
             metric.to(self.root_device)
 
-    @property
-    def _returns_predictions(self) -> bool:
-        """Whether this rank returns and writes its replica's predictions."""
-        return self.is_global_zero
+    def _refuse_averaging(self, trainer: Trainer) -> None:
+        """Raise BadInput for callbacks that average weights, of which each rank has some."""
+        averaging = StochasticWeightAveraging, WeightAveraging
+        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
 
     def on_predict_start(self) -> None:
-        """Return and write predictions on one rank of each replica."""
+        """Return and write predictions on the first rank of each replica."""
         super().on_predict_start()
-        if not self._returns_predictions:
+        if self.global_rank % self.replica_size:
             loop = self._trainer.predict_loop
-            loop._predict_step = partial(_predict_silently, loop, loop._predict_step)  # type: ignore[method-assign]
-
-    def on_predict_end(self) -> None:
-        """Restore the loop."""
-        super().on_predict_end()
-        vars(self._trainer.predict_loop).pop("_predict_step", None)
+            self.replace(loop, "_predict_step", partial(_predict_silently, loop, loop._predict_step))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, unless another group is given."""

@@ -123,6 +123,24 @@ def _copy(inputs: tuple[Tensor, ...], dtype: Any) -> list[Tensor]:
     return [x.to(dtype, copy=True) if x.is_floating_point() else x.clone() for x in inputs]
 
 
+def check_output(output: Any, layer: nn.Module, rows: int) -> None:
+    """Raise BadInput where the output of a stage that ends with a layer has not the batch's rows first."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if uneven := [tuple(x.shape) for x in tensors if not x.dim() or len(x) != rows]:
+        expected = f"tensors with the batch's {rows} rows first"
+        raise BadInput("", f"the stage that ends with {type(layer).__name__}", f"{expected}, got one of {uneven[0]}")
+
+
+def stage_tensors(output: Any, layer: nn.Module, rows: int) -> tuple[Tensor, ...]:
+    """Check and return the tensors that a stage sends to the next."""
+    tensors: tuple[Any, ...] = output if type(output) is tuple else (output,)
+    if wrong := [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]:
+        expected = "expected a tensor or a tuple of tensors for the next stage"
+        raise TypeError(f"the stage that ends with {type(layer).__name__}: {expected}, got {wrong[0]}")
+    check_output(tensors, layer, rows)
+    return tensors
+
+
 def batch_norms(module: nn.Module) -> list[str]:
     """Return the names of the BatchNorm layers, whose output for a row depends on the other rows."""
     return [name for name, layer in module.named_modules() if isinstance(layer, BatchNorm)]

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -16,8 +16,7 @@ from torchmetrics import Metric
 from apprentice import replicas
 from strategies.base.data_parallel import DataParallel
 from strategies.base.shared_replica import SYNCHRONISE
-from strategies.exact.collectives import refuse_collectives
-from strategies.exact.seeds import seed_generators
+from strategies.exact.isolation import refuse_collectives, seed_generators
 from strategies.exact.shard_logging import LogCall, capture_logs
 
 # An evaluation batch's number and what it logged, with the number of rows that each value stands for.
@@ -33,7 +32,6 @@ class RoundRobin:
         self._logs: list[BatchLogs] = []  # of this rank
 
     def start(self) -> None:
-        """Begin with the first rank."""
         self._count, self._logs = 0, []
 
     def is_mine(self) -> bool:
@@ -42,7 +40,6 @@ class RoundRobin:
         return self._count % replicas == rank
 
     def step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Validate or test a batch, if it is this rank's."""
         is_mine, self._count = self.is_mine(), self._count + 1
         if not is_mine:
             return None
@@ -60,20 +57,14 @@ class RoundRobin:
         with seed_generators(self.strategy, epoch, self._count), refuse_collectives(step, self.strategy):
             yield
 
-    def replace_loops(self, trainer: Trainer) -> ExitStack:
-        """Log the same values on all ranks, and predict each batch on one, until the stack is closed."""
+    def replace_loops(self, trainer: Trainer) -> None:
+        """Log the same values on all ranks, and predict each batch on one, until the strategy's teardown."""
         warnings.filterwarnings("ignore", SYNCHRONISE, UserWarning)
-        undo = ExitStack()
-        methods: list[tuple[Any, str, Callable[..., None]]] = [
-            (trainer.predict_loop, "_predict_step", self._predict_mine),
-            (trainer.fit_loop.epoch_loop.val_loop, "_store_dataloader_outputs", self._log_all_batches),
-            (trainer.validate_loop, "_store_dataloader_outputs", self._log_all_batches),
-            (trainer.test_loop, "_store_dataloader_outputs", self._log_all_batches),
-        ]
-        for loop, name, method in methods:
-            setattr(loop, name, partial(method, loop, getattr(loop, name)))
-            undo.callback(vars(loop).pop, name, None)
-        return undo
+        loop: Any = trainer.predict_loop
+        self.strategy.replace(loop, "_predict_step", partial(self._predict_mine, loop._predict_step))
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            store_outputs = partial(self._log_all_batches, loop, loop._store_dataloader_outputs)
+            self.strategy.replace(loop, "_store_dataloader_outputs", store_outputs)
 
     def _log_all_batches(self, loop: Any, store_outputs: Callable[[], None]) -> None:
         if self._count <= self.strategy.replica[0]:  # this rank had no batch: its metrics would warn of that
@@ -87,7 +78,7 @@ class RoundRobin:
         _repeat(loop, sorted(chain.from_iterable(logs), key=itemgetter(0)))
         store_outputs()
 
-    def _predict_mine(self, loop: Any, predict: Callable[..., None], *args: Any) -> None:
+    def _predict_mine(self, predict: Callable[..., None], *args: Any) -> None:
         if self.is_mine():
             predict(*args)
         self._count += 1

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from apprentice import replicas
 from strategies.base.data_parallel import DataParallel
 from strategies.base.private import LogMetadata, default_dtype
-from strategies.exact.collectives import refuse_collectives
+from strategies.exact.isolation import refuse_collectives
 from strategies.exact.shards import mean_over_rows
 
 Layout = list[tuple[str, bool, bool]]  # for each call: its name, whether it logs no value, and no batch size
@@ -164,7 +164,6 @@ class StatefulShardLogger(ShardLogger):
     """Calls `shard_step` per shard and `on_global_batch` per global batch."""
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss of a shard."""
         with refuse_collectives("shard_step", self.strategy):
             loss, values = self.module.shard_step(batch)  # type: ignore[operator]
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}

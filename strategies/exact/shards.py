@@ -23,7 +23,6 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stop - self.start
 
 

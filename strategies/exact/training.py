@@ -15,7 +15,7 @@ from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import attach_gradients, set_aside
 from strategies.base.private import NormBase
 from strategies.exact.fixed_point import FixedPointSum
-from strategies.exact.seeds import seed_generators
+from strategies.exact.isolation import seed_generators
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
@@ -68,7 +68,6 @@ class ShardedTraining:
         self._relations = ShardedRelations(0)  # of the global batch
 
     def clear(self) -> None:
-        """Free the sums of gradients."""
         self._sums = []
 
     def cut(self, batch: Any) -> Any:
@@ -83,7 +82,6 @@ class ShardedTraining:
         return part(batch, start, stop)
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the global batch, whose backward adds the gradients of all shards."""
         groups = self._parameter_groups()
         current = [[*map(id, total.parameters)] for total in self._sums]
         if current != [[*map(id, parameters.values())] for parameters in groups]:
@@ -109,7 +107,6 @@ class ShardedTraining:
 
     @property
     def module(self) -> LightningModule:
-        """The strategy's module."""
         return self.strategy._module
 
     @property

@@ -1,5 +1,3 @@
 """Pipeline parallelism: a module cut into stages, and how the micro-batches of a batch get through them."""
 
 from strategies.pipeline.strategy import PipelineStrategy, Schedule
-
-__all__ = ["PipelineStrategy", "Schedule"]

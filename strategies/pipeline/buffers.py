@@ -62,7 +62,6 @@ class Packing:
         return cast("Tensor", _Pack.apply(self, anchor, *tensors))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise BadInput for tensors of other layouts."""
         got = [(tuple(x.shape[1:]), x.dtype) for x in tensors]
         expected = [(layout.row, layout.dtype) for layout in self.layouts]
         if got != expected:

@@ -14,10 +14,9 @@ from torch import Tensor
 from apprentice import keyed, replicas
 from apprentice.errors import BadInput
 from strategies.base.gradients import NO_GRADIENT
-from strategies.exact.collectives import allow_collectives
+from strategies.exact.isolation import allow_collectives
 from strategies.exact.shards import Shard, bounds
-from strategies.pipeline.microbatches import Event, MicroBatch, PipelineStep
-from strategies.pipeline.runner import PipelineRunner
+from strategies.pipeline.runner import Event, MicroBatch, PipelineRunner, PipelineStep
 from strategies.pipeline.states import RankRandomState
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # between two ways to add up one loss; else 1e-3
@@ -82,7 +81,6 @@ class StagedForward:
 
     @property
     def name(self) -> str:
-        """The module's class."""
         return type(self.module).__name__
 
     def fault(self, expected: str, method: str = "training_step") -> BadInput:

@@ -71,9 +71,16 @@ class StagePlacement:
         elsewhere = {key for key, tensor in self._names.items() if not self._is_here(tensor)}
         return {key: value.to("meta") if key in elsewhere else value for key, value in state.items()}
 
-    @torch.no_grad()
     def restore(self, gather: bool) -> None:
         """Put the module's own tensors back: all of them, on the CPU, if all ranks `gather`; else others' are empty."""
+        try:
+            self._restore(gather)
+        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind another error
+            self._restore(gather=False)
+            raise
+
+    @torch.no_grad()
+    def _restore(self, gather: bool) -> None:
         for tensor, slots in self._slots.items():
             current = getattr(*slots[0])  # another object if a hook replaced it
             if self._is_here(tensor):

@@ -1,8 +1,11 @@
-"""Runs the stages of one rank: forward only, or forward and backward in a schedule's order."""
+"""Runs the stages of one rank on the micro-batches of a batch: forward only, or both ways in a schedule's order."""
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +14,51 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from apprentice.private import tree_leaves, tree_map, tree_map_only
-from strategies.base.stages import apply_modules
+from strategies.base.stages import apply_modules, check_output, stage_tensors
 from strategies.pipeline.buffers import UNIT, Layout, Packing
 from strategies.pipeline.cutting import StageAssignment
-from strategies.pipeline.microbatches import PipelineStep, check_output, stage_tensors
 from strategies.pipeline.states import preserve_state
 
 MAX_SCHEDULES = 8  # kept with their memory, one for each layout of inputs, such as sequences of several lengths
 Layouts = dict[int, list[Layout]]  # of each stage's inputs
+
+
+class Event(NamedTuple):
+    """When a rank computed a micro-batch."""
+
+    stage: int
+    microbatch: int
+    kind: str  # "forward", "backward", or "weights" if a schedule computes their gradients separately
+    start: float  # seconds of the machine's monotonic clock; on a GPU, when kernels are queued
+    stop: float
+
+
+@dataclass
+class MicroBatch:
+    """Some rows of a batch."""
+
+    rows: int  # 0: stages compute nothing
+    inputs: tuple[Tensor, ...]  # of the first stage
+    loss: Callable[[Any], Tensor] | None  # from the last stage's output to a weighted scalar; None for forward only
+    context: Callable[[], AbstractContextManager[None]]  # each stage enters it
+
+
+@dataclass
+class PipelineStep:
+    """One pass of a batch through the pipeline."""
+
+    microbatches: Sequence[MicroBatch]
+    after_backward: Callable[[int], None] = lambda _stage: None
+    after_forward: Callable[[int, int], None] = lambda _stage, _microbatch: None
+    outputs: dict[int, Any] = field(default_factory=dict)  # the last stage's, by micro-batch
+    losses: dict[int, Tensor] = field(default_factory=dict)  # likewise
+    events: list[Event] = field(default_factory=list)  # of this rank
+
+    @contextmanager
+    def record(self, stage: int, number: int, kind: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.events.append(Event(stage, number, kind, start, time.perf_counter()))
 
 
 class _Tied(torch.autograd.Function):

@@ -7,22 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from apprentice import keyed, replicas
+from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
 from strategies.base.gradients import attach_gradients, average, set_aside
-from strategies.base.steps import PlainSteps
-from strategies.exact.collectives import refuse_collectives
+from strategies.exact.exact import ExactSteps, PlainSteps
+from strategies.exact.isolation import refuse_collectives
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
-from strategies.exact.steps import ExactSteps
 from strategies.exact.training import RunningStatistics, ShardedTraining, row_of
 from strategies.pipeline.forward import StagedForward, cut_microbatch
-from strategies.pipeline.microbatches import MicroBatch, PipelineStep
+from strategies.pipeline.runner import MicroBatch, PipelineStep
 
 if TYPE_CHECKING:
     from strategies.pipeline.strategy import PipelineStrategy
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
 class PipelineSteps(PlainSteps):
     """Cuts a rank's rows into micro-batches."""
 
-    relates_rows = False
-    in_one_piece = False  # whether a batch is evaluated without micro-batches
     strategy: "PipelineStrategy"
 
     def count_microbatches(self) -> int:
         """Return the number of micro-batches that are chosen, or four for each rank."""
-        return self.strategy.num_microbatches or 4 * self.strategy.pipeline_size
+        return self.strategy.num_microbatches or 4 * self.strategy.replica_size
 
     def setup(self, trainer: Trainer) -> None:
         """Let all ranks of a single pipeline read the same batches."""
@@ -79,7 +76,6 @@ class PipelinedShards(ShardedTraining):
 
     @property
     def forward(self) -> StagedForward:
-        """The module's forward."""
         return self.strategy.forward
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
@@ -169,8 +165,6 @@ class PipelinedShards(ShardedTraining):
 class ExactPipelineSteps(ExactSteps):
     """Sends shards through the pipeline as micro-batches."""
 
-    needs_group = True
-    in_one_piece = True  # for the bits of one device
     training_class = PipelinedShards
     strategy: "PipelineStrategy"
 
@@ -181,12 +175,6 @@ class ExactPipelineSteps(ExactSteps):
             expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
             raise BadInput("num_microbatches", chosen, expected)
         return shards
-
-    def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput if the module can't be exact, or draws from torch's generators."""
-        super().check_module(module)
-        if noisy := keyed.find_unkeyed_layers(module):
-            raise self.strategy._fault(f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's")
 
 
 def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
-from apprentice import replicas
+from apprentice import keyed, replicas
 from apprentice.errors import BadInput
 from strategies.base import checkpoints, stages
 from strategies.base.gradients import NORM, parameters_of
@@ -25,9 +25,8 @@ from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
 from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
 from strategies.pipeline.forward import StagedForward
-from strategies.pipeline.microbatches import Event
 from strategies.pipeline.placement import StagePlacement
-from strategies.pipeline.runner import PipelineRunner
+from strategies.pipeline.runner import Event, PipelineRunner
 from strategies.pipeline.steps import ExactPipelineSteps, PipelinedShards, PipelineSteps
 
 Schedule = Literal[
@@ -58,6 +57,8 @@ class PipelineStrategy(SharedReplica, Exact):
         BadInput: an option's value can't be used, alone, with these devices or with the module.
     """
 
+    _relates_rows = False
+    _needs_group = True
     plain_steps = PipelineSteps
     exact_steps = ExactPipelineSteps
     steps: PipelineSteps | ExactPipelineSteps
@@ -74,7 +75,6 @@ class PipelineStrategy(SharedReplica, Exact):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._relates_rows = self.steps.relates_rows
         if schedule not in get_args(Schedule):
             raise BadInput("schedule", schedule, f"{', '.join(get_args(Schedule))}")
         counts = {"data_parallel_size": data_parallel_size, "stages_per_rank": stages_per_rank}
@@ -89,7 +89,6 @@ class PipelineStrategy(SharedReplica, Exact):
         self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
         self._placement: StagePlacement | None = None
         self._group: Any = None  # the ranks of this pipeline
-        self._interrupted = False
 
     @property
     def events(self) -> list[Event]:
@@ -97,21 +96,15 @@ class PipelineStrategy(SharedReplica, Exact):
         return self.forward.events if hasattr(self, "forward") else []
 
     @property
-    def replica(self) -> tuple[int, int]:
-        """The number of this rank's pipeline, and the number of pipelines."""
-        return self.global_rank // self.pipeline_size, self.data_parallel_size
-
-    @property
-    def _returns_predictions(self) -> bool:
-        return self.global_rank % self.pipeline_size == 0
+    def replica_size(self) -> int:
+        return self._num_ranks // self.data_parallel_size
 
     def _check_devices(self) -> None:
         if self._num_ranks % self.data_parallel_size:
             expected = f"a number that divides the {self._num_ranks} devices"
             raise BadInput("data_parallel_size", self.data_parallel_size, expected)
-        self.pipeline_size = ranks = self._num_ranks // self.data_parallel_size  # ranks of one pipeline
         super()._check_devices()
-        count = self.steps.count_microbatches()
+        count, ranks = self.steps.count_microbatches(), self.replica_size
         try:
             self.assignment = StageAssignment(self.schedule, ranks, self.stages_per_rank, count)
         except ValueError as error:
@@ -123,21 +116,21 @@ class PipelineStrategy(SharedReplica, Exact):
     def setup_environment(self) -> None:
         """Join the process group, and the groups of this pipeline and of this rank's peers in other pipelines."""
         super().setup_environment()
-        shape = self.data_parallel_size, self.pipeline_size
+        shape = self.data_parallel_size, self.replica_size
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "pipeline"))
         self._group = mesh.get_group("pipeline")
+        self.undo.callback(replicas.set_group, None)
         replicas.set_group(mesh.get_group("data"))
 
     # Setting up
 
     def setup(self, trainer: Trainer) -> None:
-        """Cut the module and keep this rank's stages."""
         self.check_trainer(trainer)
         self.check_module(self._module)
         self.steps.setup(trainer)
-        self._set_metrics_group(replicas.group())
+        self._reduce_metrics(replicas.group())
+        self.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         self._interrupted = False
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         Strategy.setup(self, trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise BadInput("strategy", "pipeline", "an optimizer other than LBFGS, which needs all gradients")
@@ -157,14 +150,15 @@ class PipelineStrategy(SharedReplica, Exact):
         if self._layer_sync is not None:
             raise BadInput("sync_batchnorm", "True", "False, as ranks of a pipeline have different layers")
         super().check_module(module)
+        if self.exact is not None and (noisy := keyed.find_unkeyed_layers(module)):
+            raise self._fault(f"apprentice.keyed.Dropout in a pipeline; {noisy[0]} is torch's")
         stages.check_composition(module, groups)
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Raise BadInput for a setting that needs the whole module; the message names it."""
         if trainer._detect_anomaly:
             raise BadInput("detect_anomaly", "True", "False, as it takes the bits of packed tensors for NaN")
-        averaging = StochasticWeightAveraging, WeightAveraging
-        self._refuse_callbacks(trainer, averaging, "none that averages weights, which no rank has all of")
+        self._refuse_averaging(trainer)
         self._refuse_callbacks(trainer, (BaseFinetuning,), "none that unfreezes layers, which no rank has all of")
 
     def _setup_model(self, model: nn.Module) -> Any:
@@ -173,14 +167,15 @@ class PipelineStrategy(SharedReplica, Exact):
     def model_to_device(self) -> None:
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
-        self.forward = StagedForward(module, self.global_rank, self.steps.in_one_piece)
-        module.forward = self.forward  # type: ignore[method-assign]
+        in_one_piece = self.exact is not None  # in evaluation, for the bits of one device
+        self.forward = StagedForward(module, self.global_rank, in_one_piece)
+        self.replace(module, "forward", self.forward)
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
             costs = self._seconds(module, [*itertools.chain(*groups)])
             groups = self._cut(module, stages.sizes_by_cost(costs, self.assignment.rank_of))
         self.stage_sizes = [len(group) for group in groups]
-        warn_of_other_numbers(module, not self.steps.in_one_piece and self.assignment.num_microbatches > 1)
+        warn_of_other_numbers(module, not in_one_piece and self.assignment.num_microbatches > 1)
         self.forward.runner = PipelineRunner(self.assignment, groups, self._group, self.root_device)
         self._placement = StagePlacement(module, self.forward.runner)
         module._device = self.root_device
@@ -284,27 +279,11 @@ class PipelineStrategy(SharedReplica, Exact):
             local = {i: values for i, values in state["state"].items() if not parameters[i].is_meta}
             optimizer.load_state_dict({**state, "state": local})
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Leave the module in parts: other ranks may have ended."""
-        self._interrupted = True
-        super().on_exception(exception)
-
-    def _restore(self, placement: StagePlacement) -> None:
-        try:
-            placement.restore(gather=not self._interrupted)
-        except RuntimeError:  # other ranks don't come: meta tensors would hide that behind another error
-            placement.restore(gather=False)
-            raise
-
     def teardown(self) -> None:
-        """Make the module whole again on every rank."""
+        """Make the module whole again on every rank, or leave it in parts, where other ranks may have gone."""
         placement, self._placement = self._placement, None
-        vars(self._module).pop("forward", None)
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         try:
             if placement is not None:
-                self._restore(placement)
-            self._set_metrics_group(None)
+                placement.restore(gather=not self._interrupted)
         finally:
-            replicas.set_group(None)
             super().teardown()

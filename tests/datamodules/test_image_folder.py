@@ -121,7 +121,7 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
 )
 def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
     Image.fromarray(values).save(root / "train" / "cat" / name)
-    files = encoded.Files(torch.zeros(1), None, "", (0, 0), root / "train" / "cat", np.array([name.encode()]))
+    files = encoded.Files(torch.zeros(1), None, root / "train" / "cat", np.array([name.encode()]))
     found = files.decoded(0)
     assert found.mode == "RGB"
     assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
@@ -186,7 +186,7 @@ def test_orientations_are_read_beside_bad_tags(root: Path, tag: tuple[int, int, 
     turned = exif((ExifTags.Base.Orientation, 3, 1, struct.pack(">HH", orientation, 0)), tag)
     whole = path.read_bytes()
     path.write_bytes(whole[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + whole[2:])
-    files = encoded.Files(torch.zeros(1), None, "", (0, 0), path.parent, np.array([b"0.jpg"]))
+    files = encoded.Files(torch.zeros(1), None, path.parent, np.array([b"0.jpg"]))
     expected = np.rot90(stored, -1) if orientation == 6 else stored
     assert np.array_equal(np.asarray(files.decoded(0)), expected)
     assert files.first_size() == expected.shape[:2]

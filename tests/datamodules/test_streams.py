@@ -171,14 +171,14 @@ def study(root: Path, out: Path, *flags: str, before: Callable[[], None] = lambd
 
 
 def kill_a_worker() -> None:
-    finished, calls = Streamed.read_finished, itertools.count()
+    finished, calls = Streamed.take, itertools.count()
 
     def counting(*args: Any) -> Any:
         if get_worker_info() and next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return finished(*args)
 
-    Streamed.read_finished = counting  # type: ignore[method-assign]
+    Streamed.take = counting  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

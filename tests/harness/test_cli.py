@@ -18,7 +18,6 @@ from lightning.pytorch import Trainer, callbacks
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import datamodules
-import strategies
 from apprentice.errors import BadInput
 from datamodules.transforms import Transforms
 from harness import cli
@@ -513,7 +512,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
         "variants", objectives.Objective, objectives, {"kd": {"class_path": "Hinton", "temperature": 9}, "x": "Hint"}
     )
     other.add_optimizer({"class_path": "SGD", "lr": 1})
-    other.add_trainer(strategies.NAMES, max_epochs=99, max_steps=4)
+    other.add_trainer(max_epochs=99, max_steps=4)
     assert other.as_dict(parse(other, f"--out {run} --resume true")) == kd.as_dict(
         parse(kd, f"--out {run} --resume true")
     )

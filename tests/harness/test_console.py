@@ -143,6 +143,7 @@ def test_an_interrupt_that_a_shell_has_ignored_stays_so(monkeypatch: pytest.Monk
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+        start.loaded()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
@@ -152,6 +153,7 @@ def test_nothing_is_imported_from_a_script_s_folder(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "path", [str(first), "others"])
         monkeypatch.setattr(sys, "argv", [str(tmp_path / "link" / "experiments" / "kd.py")])
         start.script()
+        start.loaded()
         assert sys.path == [*([str(tmp_path)] if first == tmp_path else []), "others"]
 
 
@@ -160,7 +162,28 @@ def test_every_script_starts_so(path: Path) -> None:
     text = path.read_text()
     called = re.search(r'^if __name__ == "__main__":\n(    #.*\n)?    start\.script\(', text, re.MULTILINE)
     assert called
+    assert text.endswith('if __name__ == "__main__":\n    start.run(main)\n')
     assert called.start() < min(text.index(word) for word in ("from apprentice", "harness.studies") if word in text)
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError", 1)])
+def test_a_script_ends_with_its_threads_exit_functions_and_output(end: str, code: int) -> None:
+    script = f"""
+import atexit, threading, time
+from harness import start
+
+def main():
+    atexit.register(print, "exit function")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    print("main")
+    {end}
+
+start.script()
+start.run(main)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout.split("\n")) == (code, ["main", "thread", "exit function", ""])
+    assert bool(done.stderr) == (code == 1)
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_a_step_begins_without_gradients(make: Callable[[], Any], run: str, batc
     step = module.step_alone(run, batch())
     for _ in range(2):
         parameters = parameters_of(loss := step())
-        assert len(parameters) == len(module.parameter_groups()[0])
+        assert len(parameters) == len(module.parameter_groups()[run])
         assert [p.grad for p in parameters] == [None] * len(parameters)
         loss.backward()
         assert all(p.grad is not None for p in parameters)

@@ -16,7 +16,6 @@ from harness.runs.plans import FitPlan
 from harness.runs.progress import Display, Lines, estimate_rest, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
-from strategies import NAMES
 from tests.processes import Run
 from tests.terminal import on_terminal
 from tests.training import classifier, digits, fit
@@ -123,8 +122,8 @@ class Trainers:
         from harness.runs.trainer import trainer_factory
 
         parser = cli.Parser("x.py")
-        parser.add_trainer(NAMES, accelerator="cpu", max_epochs=1, logger=False)
-        self.make = trainer_factory(parser.parse(list(flags)).trainer, None, NAMES)
+        parser.add_trainer(accelerator="cpu", max_epochs=1, logger=False)
+        self.make = trainer_factory(parser.parse(list(flags)).trainer, None)
 
     def __call__(self, **kwargs: Any) -> Trainer:
         return self.make(enable_checkpointing=False, **kwargs)

@@ -16,9 +16,9 @@ from harness.reports.results import Results
 from harness.reports.tables import Table
 from harness.reports.uncertainty import ACCURACY, holm, p_value
 from harness.runs.records import NetRecord
-from lit_modules.samples import fidelity
 from lit_modules.tasks import Classification, ClassScores
 from lit_modules.tasks.classification import calibration_error
+from lit_modules.tasks.scores import fidelity
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
 from tests.browser import answer

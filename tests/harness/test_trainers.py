@@ -5,6 +5,7 @@ import shlex
 import signal
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -72,7 +73,7 @@ EARLIER = {
     "param_server": "lab.strategies.param_server.ParamServer", "rpc_hybrid": "lab.strategies.rpc_hybrid.RPCHybrid",
     "local_sgd": "lab.strategies.local_sgd.LocalSGD", "ddp_ring": "lab.strategies.ddp_ring.DDPRing",
 }  # fmt: skip
-NAMES: cli.Names = {
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": (f"{__name__}.Holding", {}),
     "ddp_fork": (f"{__name__}.Holding", {"start_method": "fork"}),
     "fsdp": (f"{__name__}.Sharding", {}),
@@ -82,10 +83,12 @@ HERE = __name__
 
 
 @pytest.fixture(scope="module")
-def command() -> cli.Parser:
-    parser = cli.Parser("mine.py")
-    parser.add_trainer(NAMES, accelerator="cpu", enable_progress_bar=False, logger=False)
-    return parser
+def command() -> Iterator[cli.Parser]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("harness.cli.training.NAMES", NAMES)
+        parser = cli.Parser("mine.py")
+        parser.add_trainer(accelerator="cpu", enable_progress_bar=False, logger=False)
+        yield parser
 
 
 def chosen(command: cli.Parser, line: str) -> Any:
@@ -94,7 +97,7 @@ def chosen(command: cli.Parser, line: str) -> Any:
 
 def trainer(command: cli.Parser, line: str) -> Trainer:
     config = command.parse(shlex.split(line))
-    return trainer_factory(config.trainer, config.exact, NAMES)()
+    return trainer_factory(config.trainer, config.exact)()
 
 
 def test_a_run_on_cpus_sees_no_gpu(command: cli.Parser, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +184,7 @@ def test_help_names_the_strategies_and_the_options_of_the_one_chosen(
 
 def test_each_trainer_has_a_strategy_of_its_own(command: cli.Parser) -> None:
     config = command.parse(["--trainer.strategy", "ddp", "--trainer.strategy.timeout", "7"])
-    make_trainer = trainer_factory(config.trainer, None, NAMES)
+    make_trainer = trainer_factory(config.trainer, None)
     first, second = make_trainer(), make_trainer(devices=1, max_epochs=3)
     assert isinstance(first.strategy, Holding)
     assert (first.strategy.timeout, first.strategy.exact) == (7.0, None)

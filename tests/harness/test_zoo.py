@@ -18,7 +18,7 @@ from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet, ViT
 from lit_modules.objectives import Hint, Hinton, Objective
-from lit_modules.stored import describe_sizes
+from lit_modules.teacher import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 

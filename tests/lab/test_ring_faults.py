@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lab.strategies import ring
 from lab.strategies.ring.queue import Collective, Queue
-from strategies.base import missing_ranks
+from strategies.base import failures
 from tests import waiting
 from tests.ranks import in_ranks, ranks
 
@@ -48,7 +48,7 @@ def gone(log: Path) -> None:
 
 def test_a_rank_that_has_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
     ranks(2, gone, tmp_path / "log")
-    assert missing_ranks.SIGNS.search((tmp_path / "log").read_text())
+    assert failures.SIGNS.search((tmp_path / "log").read_text())
 
 
 @in_ranks(1, 2)

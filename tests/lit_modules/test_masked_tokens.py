@@ -19,8 +19,8 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import Outputs
-from lit_modules.samples import fidelity
 from lit_modules.tasks import Tokens
+from lit_modules.tasks.scores import fidelity
 from tests.grids import mostly_slow
 from tests.language import gpt
 from tests.training import LinesLogger, assert_same, fit, on, trainer, weights

@@ -19,7 +19,6 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP, ModelParallel, ZeRO1
 from strategies.base.model_parallel import devices_of
-from strategies.ddp import Replicated
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 ROWS = 11
@@ -212,8 +211,8 @@ class Fakes(LightningModule):
 
 
 def on_gpus(
-    module: LightningModule, local_rank: int, monkeypatch: pytest.MonkeyPatch, strategy: Replicated | None = None
-) -> Replicated:
+    module: LightningModule, local_rank: int, monkeypatch: pytest.MonkeyPatch, strategy: DDP | None = None
+) -> DDP:
     """A strategy as it is in a rank of two processes with four GPUs, before it joins the others."""
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -246,7 +245,7 @@ def test_noise_goes_to_each_stages_gpu() -> None:
 
 
 @pytest.mark.parametrize("strategy", [DDP(exact=4), ZeRO1(), LocalSGD()], ids=lambda s: type(s).__name__)
-def test_what_wants_one_device_says_so(strategy: Replicated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wants_one_device_says_so(strategy: DDP, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Fakes(ModelParallel([Weight(6), Weight(6)]))
     with pytest.raises(ValueError, match="expected plain ddp, without exact, for a ModelParallel on several GPUs"):
         on_gpus(module, 0, monkeypatch, strategy)

@@ -18,7 +18,7 @@ from harness import cli
 from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPRing, ParamServer
 from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
-from strategies.base import missing_ranks, rendezvous
+from strategies.base import failures, rendezvous
 from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import classifier, digits, fit, trainer, weights
@@ -127,7 +127,7 @@ def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     launcher.procs.append(child)
     strategy.on_exception(RuntimeError("of another kind"))
     assert child.poll() is None
-    monkeypatch.setattr(missing_ranks, "raise_for_missing", absent)
+    monkeypatch.setattr(failures, "raise_for_missing", absent)
     with pytest.raises(TimeoutError):
         strategy.on_exception(RuntimeError("timed out"))
     assert child.returncode == -signal.SIGKILL

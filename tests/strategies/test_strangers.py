@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 from harness.runs.quiet import quiet
 from lab.strategies import AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
-from strategies.ddp import Replicated
 from tests import strangers
 from tests.training import LinesLogger, trainer
 
@@ -42,7 +41,7 @@ class Setup(NamedTuple):
 
     def strategy(self, case: "Case") -> Strategy | str:
         kind = getattr(self.make, "func", None)
-        told = case.find_unused_parameters and isinstance(kind, type) and issubclass(kind, Replicated)
+        told = case.find_unused_parameters and isinstance(kind, type) and issubclass(kind, DDP)
         return self.make(find_unused_parameters=True) if told else self.make()
 
     @property

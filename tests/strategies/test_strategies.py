@@ -212,6 +212,13 @@ def test_names_stand_in_lightnings_registry() -> None:
         made = trainer(2, strategy=name).strategy
         assert type(made) is resolve_name(path)
         assert all(getattr(made, key) == value for key, value in options.items())
+    for name, start_method in {
+        "ddp_find_unused_parameters_false": "popen",
+        "ddp_fork_find_unused_parameters_true": "fork",
+    }.items():
+        made = trainer(2, strategy=name).strategy
+        assert (type(made), made.start_method) == (DDP, start_method)
+        assert made._ddp_kwargs["find_unused_parameters"] is name.endswith("true")
     with pytest.raises(ValueError, match="requires a GPU accelerator"):  # Lightning's own
         trainer(2, strategy="fsdp_cpu_offload")
 
@@ -268,6 +275,18 @@ def test_an_unknown_argument_names_the_class_that_was_called(make: Callable[...,
     with pytest.raises(TypeError) as caught:
         make(**{name: 1})
     assert str(caught.value) == f"{make.__name__}(...) got an unexpected argument {name!r}"
+
+
+def test_exact_can_be_set_until_the_trainer_is_made() -> None:
+    strategy = DDP(timeout=60)
+    strategy.exact = 4
+    fit(module := classifier(), digits(), 2, strategy=strategy)
+    fit(right := classifier(), digits(), 2, strategy=DDP(timeout=60, exact=4))
+    assert_same(weights(module), weights(right), atol=0)
+    with pytest.raises(ValueError, match=r"^exact 2: expected it to be set before the Trainer is made$"):
+        strategy.exact = 2
+    with pytest.raises(AttributeError):
+        FSDP().exact = 2
 
 
 def test_ranks_are_forked_where_that_is_safe(

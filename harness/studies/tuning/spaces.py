@@ -13,9 +13,7 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.cli.classes import import_class
 from harness.cli.messages import near
-from harness.cli.rows import VARIANTS
 from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
 from lit_modules.objectives import Objective
@@ -56,7 +54,7 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
     """
     shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
-    method = cast("type[Objective]", import_class(arm.method.class_path, VARIANTS))
+    method = cast("type[Objective]", arm.method.target)
     of_method: dict[str, Space] = dict(method.search)
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
@@ -69,7 +67,7 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
 
 def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
     """Return learning rate and weight decay, as far as the chosen optimizer has them."""
-    options = {**config.optimizer.signature(OPTIMIZER).defaults, **config.optimizer.init_args}
+    options = {**config.optimizer.signature.defaults, **config.optimizer.init_args}
     of_optimizer: dict[str, Space] = {}
     if isinstance(rate := options.get("lr"), int | float) and rate > 0:
         of_optimizer[f"{OPTIMIZER}.lr"] = Log(rate / AROUND, rate * AROUND)
@@ -117,7 +115,7 @@ def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) ->
 
 def convert(choice: cli.Choice, option: str, value: Any) -> Any:
     """Convert a value to the type of a class's option; BadInput if it does not fit."""
-    return choice.signature().check(option, value)
+    return choice.signature.check(option, value)
 
 
 def _keeps_rates(config: Namespace) -> bool:
@@ -170,7 +168,7 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
 def options(config: Namespace, arm: Arm, names: Mapping[str, Space]) -> dict[str, Any]:
     """Return the values of the options that are searched, as they are written down."""
     everything = arm.settings(config).optimizer
-    usual = {**everything.signature(OPTIMIZER).defaults, **everything.init_args}
+    usual = {**everything.signature.defaults, **everything.init_args}
     of_optimizer = {f"{OPTIMIZER}.{name}": value for name, value in usual.items()}
     values = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

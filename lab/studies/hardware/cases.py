@@ -36,7 +36,7 @@ class Cases:
     """
 
     def __init__(self, trainer: cli.Choice, exact: int | None) -> None:
-        self._trainer, self._family = trainer, cli.Strategies(names=NAMES)
+        self._trainer, self._family = trainer, cli.Strategies()
         probed = probe(trainer, "auto", dict.fromkeys(DURATION, "--steps says how long a row is measured"))
         self.devices = probed.num_devices
         if exact is not None and exact < self.devices:

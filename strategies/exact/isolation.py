@@ -1,15 +1,26 @@
-"""Refuses collectives in a module's steps: ranks compute different numbers of shards and would wait for ever."""
+"""Isolates what is computed of a shard or an evaluation batch: its random numbers, and no collectives in it.
 
+Random numbers depend on the seed and on what is computed, whichever rank computes it. Ranks compute different numbers
+of shards, and would wait for ever in a collective of a module's steps.
+"""
+
+import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torchmetrics import Metric
 
+from apprentice import keyed
+from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 
 OF_STRATEGY = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
@@ -18,15 +29,31 @@ COLLECTIVE = re.compile(
     "_?(all_?(gather|reduce|to)|(monitored_)?barrier|batch_isend|broadcast|gather|i?(send|recv)|reduce($|_s)|scatter)"
 )
 
+SPARE = np.random.MT19937(0)  # numpy's inside `seed_generators`: copying its usual generator's state takes longer
 SYNC_CONTEXT = Metric.sync_context
-_step: ContextVar["_Step | None"] = ContextVar("step", default=None)
+# Inside a module's step, from a collective's name to the error that it raises.
+_refusal: ContextVar[Callable[[str], BadInput] | None] = ContextVar("refusal", default=None)
 
 
-class _Step(NamedTuple):
-    """A module's step, in which collectives are refused."""
-
-    name: str
-    strategy: DataParallel
+@contextmanager
+def seed_generators(strategy: DataParallel, *numbers: int) -> Iterator[None]:
+    """Seed torch, numpy and Python with the run's seed and these numbers; restore their states afterwards."""
+    seed = getattr(strategy.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    key = keyed.fold_in(seed, *numbers)
+    cuda = strategy.root_device.type == "cuda"
+    python_state, numpy_generator = random.getstate(), get_bit_generator()
+    set_bit_generator(SPARE)
+    try:
+        with torch.random.fork_rng([strategy.root_device] if cuda else []):
+            torch.default_generator.manual_seed(key)
+            if cuda:  # torch.manual_seed would note a call stack for an unused GPU
+                torch.cuda.manual_seed(key)
+            np.random.seed(key)  # noqa: NPY002 - others' modules draw from it
+            random.seed(key)
+            yield
+    finally:
+        set_bit_generator(numpy_generator)
+        random.setstate(python_state)
 
 
 @contextmanager
@@ -35,7 +62,12 @@ def refuse_collectives(step: str, strategy: DataParallel) -> Iterator[None]:
 
     A metric's `forward` is allowed: it computes the value of its own rows.
     """
-    token = _step.set(_Step(step, strategy))
+
+    def refusal(call: str) -> BadInput:
+        why = "as ranks compute different numbers of shards and batches"
+        return strategy._fault(f"a {step} without collectives, {why}; it calls {call}", step)
+
+    token = _refusal.set(refusal)
     for name in OF_STRATEGY:
         setattr(strategy, name, _guard(getattr(strategy, name), f"trainer.strategy.{name}"))
     for owner, name, _, guarded in _patches():
@@ -47,17 +79,17 @@ def refuse_collectives(step: str, strategy: DataParallel) -> Iterator[None]:
             setattr(owner, name, original)
         for name in OF_STRATEGY:
             delattr(strategy, name)
-        _step.reset(token)
+        _refusal.reset(token)
 
 
 @contextmanager
 def allow_collectives() -> Iterator[None]:
     """Inside, collectives are allowed again, such as those of a strategy that computes the module's `forward`."""
-    token = _step.set(None)
+    token = _refusal.set(None)
     try:
         yield
     finally:
-        _step.reset(token)
+        _refusal.reset(token)
 
 
 @cache  # each shard needs it
@@ -74,9 +106,8 @@ def _patches() -> list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]]:
 
 def _guard(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if (step := _step.get()) is not None:
-            why = "as ranks compute different numbers of shards and batches"
-            raise step.strategy._fault(f"a {step.name} without collectives, {why}; it calls {name}", step.name)
+        if (refusal := _refusal.get()) is not None:
+            raise refusal(name)
         return call(*args, **kwargs)
 
     return guarded
