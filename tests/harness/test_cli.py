@@ -93,6 +93,7 @@ LINES = {
     "--seeds 3": {"seeds": [0, 1, 2]},
     "--seeds 5 7": {"seeds": [5, 7]},
     "--resume true --out nowhere --data Digits": {"resume": True},
+    "--trainer.logger False --seeds 1": {"trainer.logger": False},
     "--trainer.logger false --trainer.callbacks LearningRateMonitor": {
         "trainer.logger": False, "trainer.callbacks": "LearningRateMonitor"},
     "--trainer.callbacks [LearningRateMonitor] --trainer.callbacks.0.logging_interval step": {
