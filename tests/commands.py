@@ -1,18 +1,110 @@
-"""An experiment's command line, called here, and what it leaves."""
+"""An experiment's command line, called here or in a fork, refused, killed, and what it leaves."""
 
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from experiments import kd
 from harness.runs import folders
+from tests.processes import Run
+
+Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *flags) -> the line
+
+
+TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds"}
+OF_A_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
+SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
+MEASURED = {"cost/step_ms", "train/samples_per_sec", "train/peak_memory_mib"}  # values differ between runs, steps don't
 
 
 def results(out: Path) -> Any:
     return json.loads((out / "results.json").read_text())
+
+
+def lasting(value: Any, *but: str) -> Any:
+    """The value without times, what is of a call, and keys."""
+    if isinstance(value, dict):
+        left_out = TIMES | OF_A_CALL | {*but}
+        return {key: lasting(part, *but) for key, part in value.items() if key not in left_out}
+    return [lasting(part, *but) for part in value] if isinstance(value, list) else value
+
+
+def nets(out: Path, pattern: str = "seed*/*") -> dict[str, torch.Tensor]:
+    """The weights of a run's nets, as seed0/kd.NAME."""
+    paths = sorted(out.glob(f"{pattern}/weights.pt"))
+    assert paths
+    states = {path.parent.relative_to(out): torch.load(path, weights_only=True) for path in paths}
+    return {f"{folder}.{name}": tensor for folder, state in states.items() for name, tensor in state.items()}
+
+
+def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
+    """What TensorBoard shows but for times: steps and values by run and tag, each step once."""
+    found = {}
+    for folder in {path.parent for path in out.rglob("events.out.tfevents.*")}:
+        events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(SHOWN, 0))
+        events.Reload()
+        for kind, value in SHOWN.items():
+            for tag in events.Tags()[kind]:
+                points = [(event.step, getattr(event, value)) for event in getattr(events, kind.capitalize())(tag)]
+                points = [(step, tag in MEASURED or value) for step, value in points]
+                steps = [step for step, _ in points]
+                assert steps == sorted(set(steps)), (folder, tag, steps)
+                found[str(folder.relative_to(out)), tag] = points
+    return found
+
+
+def start(
+    out: Path, *flags: str, before: Callable[[], object] | None = None, main: Callable[[Sequence[str]], None] = kd.main
+) -> Run:
+    """The experiment in a fork, which calls `before` first."""
+
+    def call() -> None:
+        if before is not None:
+            before()
+        main([*flags, "--out", str(out)])
+
+    return Run(call, log=out.with_suffix(".log"))
+
+
+def kill_at(owner: Any, name: str, call: int, after: bool = False, since: Path | None = None) -> Callable[[], None]:
+    """Have the main process killed at the n-th call of a function in rank zero, or right after it.
+
+    Calls count from when a file exists: those of each fit's ranks, which are forked afresh, count for themselves.
+    """
+
+    def arm() -> None:
+        main, function, torch_save, calls = os.getpid(), getattr(owner, name), torch.save, []
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if since is not None and not since.exists():
+                return function(*args, **kwargs)
+            calls.append(None)
+            if len(calls) == call and not after:
+                if function is torch_save:
+                    Path(args[1]).write_bytes(b"half a checkpoint")
+                die(main)
+            result = function(*args, **kwargs)
+            if len(calls) == call and after:
+                die(main)
+            return result
+
+        setattr(owner, name, counted)
+
+    def die(main: int) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.kill(main, signal.SIGKILL)
+        time.sleep(60)
+
+    return arm
 
 
 def refused(

@@ -10,7 +10,8 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -90,17 +91,40 @@ def data_root() -> Path:
     return root
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _sketched() -> Iterator[None]:
+    """Sketch figures, in fixtures of a whole module too."""
+    from tests import figures
+
+    with figures.sketched():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _sketched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sketch figures, but for those of tests marked `drawn` and of fixtures of a whole module, which come before."""
-    if not request.node.get_closest_marker("drawn"):
-        from matplotlib.figure import Figure
+def _drawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw the figures of tests marked `drawn`."""
+    from tests import figures
 
-        from harness.reports import interactive
-        from tests.figures import sketch
+    with figures.drawn() if request.node.get_closest_marker("drawn") else nullcontext():
+        yield
 
-        monkeypatch.setattr(Figure, "draw", sketch)
-        monkeypatch.setattr(interactive, "sections", lambda *_: [])
+
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls a command that is refused; its one line after "error: ". Without --out it leaves nothing of a run."""
+
+    def refuse(main: Callable[[Sequence[str]], None], *flags: str | Path) -> str:
+        capsys.readouterr()
+        out = [] if "--out" in flags else ["--out", tmp_path / "refused"]
+        with pytest.raises(SystemExit) as stop:
+            main([str(flag) for flag in (*flags, *out)])
+        error = capsys.readouterr().err
+        assert (stop.value.code, error.count("\n")) == (2, 1), error
+        assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
+        assert error.startswith("error: "), error
+        return error.removeprefix("error: ").rstrip("\n")
+
+    return refuse
 
 
 @pytest.fixture(autouse=True)

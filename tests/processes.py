@@ -75,6 +75,11 @@ class Run:
         assert not left, f"left behind: {left}\n{self.output}"
         return self.process.exitcode
 
+    def check(self, code: int = 0) -> str:
+        """The output, once it has ended with this code."""
+        assert self.wait() == code, self.output
+        return self.output
+
     def end(self) -> None:
         """Kill it with its ranks."""
         for pid in {self.process.pid, *self.processes()}:

@@ -187,6 +187,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 def state():
     return {
         "strategies": [f"{name} {StrategyRegistry[name]}" for name in StrategyRegistry.available_strategies()],
+        "backends": [*torch.distributed.Backend.backend_list],
         "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "torch random": hash(torch.random.get_rng_state().numpy().tobytes()),
         "torch dtype": str(torch.get_default_dtype()),

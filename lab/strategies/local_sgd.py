@@ -63,7 +63,6 @@ class LocalSGD(DDP):
         self._ddp_comm_state.iter = self._trainer.global_step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step, and average the parameters every `period` steps."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         steps = self._trainer.global_step + 1 - self.warmup_steps
         if steps > 0 and steps % self.period == 0:
@@ -71,11 +70,9 @@ class LocalSGD(DDP):
         return result
 
     def on_train_end(self) -> None:
-        """End with the average."""
         self._average()
 
     def on_validation_start(self) -> None:
-        """Validate the average during a fit."""
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._load_average()
 

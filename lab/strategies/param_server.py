@@ -131,7 +131,6 @@ class ParamServer(RPCStrategy):
         self._check_optimizers()
 
     def teardown(self) -> None:
-        """Close the queue after all ranks have finished."""
         super().teardown()
         replicas.set_group(None)
         self._queue = None
@@ -171,7 +170,6 @@ class ParamServer(RPCStrategy):
         return values
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Push gradients to the server, step there, and receive parameters."""
         if not self.server:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -281,7 +279,6 @@ class ParamServer(RPCStrategy):
         return checkpoints.gather_states(state) if self.server else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state on the server."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._serves:
             for optimizer in self.optimizers:

@@ -44,7 +44,6 @@ class RPCStrategy(DataParallel):
             raise BadInput("strategy", self.rpc_name, expected)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if not module.automatic_optimization:
             raise BadInput("strategy", self.rpc_name, f"automatic optimization of {type(module).__name__}")
@@ -80,7 +79,6 @@ class RPCStrategy(DataParallel):
         """Load the newest parameters and buffers where this rank is behind; collective."""
 
     def on_validation_start(self) -> None:
-        """Validate the newest module."""
         self._catch_up()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -99,7 +99,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             replicas.set_group(self._local_group)
 
     def check_module(self, module: LightningModule) -> None:
-        """Raise BadInput where the strategy can't train the module."""
         super().check_module(module)
         if is_overridden("backward", module, LightningModule):
             raise BadInput("strategy", self.rpc_name, f"Lightning's backward of {type(module).__name__}")
@@ -225,7 +224,6 @@ class RPCHybrid(RPCStrategy, SharedReplica):
             p.grad = gradient if p.grad is None else p.grad + gradient
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Sum the gradients on all ranks, and step all of them."""
         if not self.num_workers:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

@@ -146,7 +146,6 @@ class Stoppable(Callback):
             signals.take_over()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop if requested."""
         signals.stop_if_requested()
 
 

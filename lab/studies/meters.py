@@ -35,7 +35,6 @@ class Stamps:
         self._moments: list[Any] = []
 
     def mark(self) -> None:
-        """Record this moment."""
         self._moments.append(torch.cuda.Event(enable_timing=True) if self._gpu else time.perf_counter())
         if self._gpu:
             self._moments[-1].record()

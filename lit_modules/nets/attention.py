@@ -36,8 +36,7 @@ class Cache:
 
     def __init__(self, max_length: int) -> None:
         self.max_length, self.length = max_length, 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._stored: Tensor | None = None  # (2, B, heads, max_length, D / heads): keys, then values
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, heads, t, D / heads); return those of all tokens (B, heads, length, D / heads)."""
@@ -46,15 +45,13 @@ class Cache:
         end = self.length + keys.shape[2]
         if end > self.max_length:
             raise BadInput("max_length", self.max_length, f"at least {end}, the tokens to be cached")
-        if self._keys is not None and len(keys) != len(self._keys):
-            raise BadInput("", f"{len(keys)} texts", f"the {len(self._keys)} whose tokens are cached")
-        if self._keys is None or self._values is None:
-            shape = (*keys.shape[:2], self.max_length, keys.shape[3])
-            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
+        if self._stored is None:
+            self._stored = keys.new_empty(2, *keys.shape[:2], self.max_length, keys.shape[3])
+        elif len(keys) != self._stored.shape[1]:
+            raise BadInput("", f"{len(keys)} texts", f"the {self._stored.shape[1]} whose tokens are cached")
+        self._stored[0, :, :, self.length : end], self._stored[1, :, :, self.length : end] = keys, values
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self._stored[0, :, :, :end], self._stored[1, :, :, :end]
 
 
 class SelfAttention(nn.Module):

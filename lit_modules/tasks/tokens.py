@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import cross_entropy, widen
+from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TOKENS, Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores
 
@@ -78,8 +77,7 @@ class TokenScores(Scores):
         self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        losses = F.cross_entropy(widen(logits).flatten(0, 1), labels.flatten(), reduction="none")
-        self.loss.update(losses[label_mask(labels).flatten()])
+        self.loss.update(cross_entropy(logits, labels)[label_mask(labels)])
 
     def compute(self) -> dict[str, Tensor]:
         loss = self.loss.compute()

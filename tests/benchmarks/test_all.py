@@ -14,9 +14,9 @@ from benchmarks.common import Measurement, Target
 
 
 def test_a_page_has_a_row_for_each_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Measurement({}, {"a": common.over([3.0, 1.0, 2.0], [2.0, 2.0, 2.0]), "c": [0.2]})
+    measurement = Measurement({}, {"a": common.over([3.0, 1.0, 2.0], [2.0, 2.0, 2.0]), "c": [0.2]})
     targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8)}
-    common.run(argparse.Namespace(out=tmp_path / "new.json"), lambda _: found, targets)
+    common.run(argparse.Namespace(out=tmp_path / "new.json"), lambda _: measurement, targets)
     other = {"benchmark": "z_speed", "date": "2026-01-01", "rows": [["e over f", "1", "2", "0.5", "—"]]}
     (tmp_path / "other.json").write_text(json.dumps(other))
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
@@ -73,10 +73,10 @@ def test_the_last_line_names_what_failed_or_missed_its_target(tmp_path: Path) ->
 
 
 def test_a_step_is_timed_beside_a_bare_loop() -> None:
-    found = step_speed.measure(argparse.Namespace(rounds=1, steps=20))
-    assert found.ratios.keys() == step_speed.TARGETS.keys()
-    times = found.figures["ms a step"]
-    assert found.ratios["linear"] == [times["linear, ours"][0] / times["linear, bare"][0]]
+    measurement = step_speed.measure(argparse.Namespace(rounds=1, steps=20))
+    assert measurement.ratios.keys() == step_speed.TARGETS.keys()
+    times = measurement.figures["ms a step"]
+    assert measurement.ratios["linear"] == [times["linear, ours"][0] / times["linear, bare"][0]]
     assert min(times.values()) > [0]
 
 
@@ -91,7 +91,7 @@ def test_the_rivals_of_a_step_see_each_image_once() -> None:
 
 @pytest.mark.slow
 def test_a_refusal_is_timed_beside_lightnings_import() -> None:
-    found = start_speed.measure(argparse.Namespace(rounds=1, only=["compare"]))
-    seconds = found.figures["s"]
-    assert found.ratios == {"compare, refusal": [seconds["compare, refusal"][0] / seconds["import"][0]]}
-    assert start_speed.TARGETS.keys() >= found.ratios.keys()
+    measurement = start_speed.measure(argparse.Namespace(rounds=1, only=["compare"]))
+    seconds = measurement.figures["s"]
+    assert measurement.ratios == {"compare, refusal": [seconds["compare, refusal"][0] / seconds["import"][0]]}
+    assert start_speed.TARGETS.keys() >= measurement.ratios.keys()

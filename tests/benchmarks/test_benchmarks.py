@@ -47,8 +47,8 @@ def measured(module: Any, out: Path, *flags: str) -> Any:
 
 def test_targets_are_told_and_misses_marked() -> None:
     targets = {"a": Target("a over b", 0.9, 1.1), "c": Target("c over d", high=1 / 8), "e": Target("e over f", low=2.0)}
-    found = Measurement({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
-    lines = common.table(found, targets).splitlines()[2:]
+    measurement = Measurement({"ms": {"a": [3.0, 1.0, 2.0]}}, {"a": [0.5, 1.0, 3.0], "c": [0.2], "e": [2.5]})
+    lines = common.table(measurement, targets).splitlines()[2:]
     assert [line.split("  ")[0] for line in lines] == ["a, ms", "a over b", "c over d", "e over f"]
     assert "2.00" in lines[0]
     assert "1.00 to 3.00" in lines[0]
@@ -70,11 +70,11 @@ def test_rivals_take_turns_in_changing_order() -> None:
 @pytest.mark.slow
 def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
     sizes = {"images": 40, "size": 32, "batch": 8, "workers": 1, "large": 0, "repeat": 1, "steps": 4}
-    found = measured(data_speed, tmp_path / "a.json", *(f"--{name}={size}" for name, size in sizes.items()))
-    assert found["ratios"].keys() == data_speed.TARGETS.keys() - {"peak"}  # of fresh processes, which are slow
-    assert 0 < found["ratios"]["waiting"] < 1
-    speeds = found["figures"]["images/s, light"]
-    assert found["ratios"]["disk / plain, light"] == pytest.approx(speeds["disk"] / speeds["plain"])
+    content = measured(data_speed, tmp_path / "a.json", *(f"--{name}={size}" for name, size in sizes.items()))
+    assert content["ratios"].keys() == data_speed.TARGETS.keys() - {"peak"}  # of fresh processes, which are slow
+    assert 0 < content["ratios"]["waiting"] < 1
+    speeds = content["figures"]["images/s, light"]
+    assert content["ratios"]["disk / plain, light"] == pytest.approx(speeds["disk"] / speeds["plain"])
     data_speed.generate(tmp_path / "few", 12)
     assert data_speed.peak(str(tmp_path / "few"), workers=1) > 0
 
@@ -84,30 +84,30 @@ def test_the_bake_off_is_timed_beside_the_tutorial(
     photographs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--data", str(photographs), "--images", "64", "--epochs", "1", "--threads", "1"]
-    found = measured(kd_speed, tmp_path / "speed.json", *flags)
+    content = measured(kd_speed, tmp_path / "speed.json", *flags)
     students = ["student ce", "student kd", "student cosine", "student hint"]
     phases = {
         "tutorial": {"teacher", *students, "all students", "teacher and students"},
         "ours": {"teacher", "all students", "of it storing outputs", "teacher and students"},
     }
-    seconds = found["figures"]["s"]
+    seconds = content["figures"]["s"]
     assert set(seconds) == {f"{side}, {name}" for side, names in phases.items() for name in names}
-    assert set(found["figures"]["MiB"]) == {f"{side}, peak memory" for side in phases}
-    assert all(figure > 0 for unit in found["figures"].values() for figure in unit.values())
-    assert set(found["ratios"]) == {"teacher", "students", "total", "peak_mib"}
-    assert found["ratios"]["students"] == pytest.approx(
+    assert set(content["figures"]["MiB"]) == {f"{side}, peak memory" for side in phases}
+    assert all(figure > 0 for unit in content["figures"].values() for figure in unit.values())
+    assert set(content["ratios"]) == {"teacher", "students", "total", "peak_mib"}
+    assert content["ratios"]["students"] == pytest.approx(
         seconds["ours, all students"] / seconds["tutorial, all students"]
     )
     assert seconds["tutorial, all students"] == pytest.approx(sum(seconds[f"tutorial, {name}"] for name in students))
-    assert found["threads"] == {"tutorial": 1, "ours": 1}
-    assert [*found["accuracies"][0]] == ["teacher", *kd_speed.STUDENTS]
-    assert found["wait_policy"]["ours"] == "PASSIVE"
+    assert content["threads"] == {"tutorial": 1, "ours": 1}
+    assert [*content["accuracies"][0]] == ["teacher", *kd_speed.STUDENTS]
+    assert content["wait_policy"]["ours"] == "PASSIVE"
     assert kd_speed.Pictures(str(photographs), 64).pixels.flags.c_contiguous  # PIL takes these without a copy
-    assert found["hardware"]["cpu"]
-    assert found["versions"]["torch"]
+    assert content["hardware"]["cpu"]
+    assert content["versions"]["torch"]
     printed = capfd.readouterr().out
-    for shown in ("all students", "peak memory", "1/8", *students):
-        assert shown in printed
+    for words in ("all students", "peak memory", "1/8", *students):
+        assert words in printed
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ def test_a_language_models_step_is_timed_beside_a_plain_loop(tmp_path: Path) -> 
     ratios = gpt_speed.ratios(every, gpt_speed.fetching(path, 1), {"recomputed": [3.0], "cached": [1.0]})
     assert set(ratios) == set(gpt_speed.TARGETS)
     assert min(ratios.values()) > [0]
-    told = common.table(Measurement({}, ratios), gpt_speed.TARGETS)
-    assert "over the bare step" in told
-    assert "1/3.0" in told
-    assert "at most 1/3" in told
+    printed = common.table(Measurement({}, ratios), gpt_speed.TARGETS)
+    assert "over the bare step" in printed
+    assert "1/3.0" in printed
+    assert "at most 1/3" in printed
 
 
 @pytest.mark.extras
@@ -152,10 +152,10 @@ def test_int8_is_compared_with_float32(tmp_path: Path) -> None:
     run = Run(int8, tmp_path / "out.json", log=tmp_path / "log")
     run.wait()  # not faster on so few images, it ends with 1
     assert (tmp_path / "out.json").exists(), run.output
-    found = json.loads((tmp_path / "out.json").read_text())
-    speeds, sizes = (found["figures"][unit] for unit in ("images/s", "bytes"))
-    assert found["ratios"]["speed"] == pytest.approx(speeds["int8"] / speeds["float32"])
-    assert found["ratios"]["size"] == pytest.approx(sizes["int8"] / sizes["float32"])
+    content = json.loads((tmp_path / "out.json").read_text())
+    speeds, sizes = (content["figures"][unit] for unit in ("images/s", "bytes"))
+    assert content["ratios"]["speed"] == pytest.approx(speeds["int8"] / speeds["float32"])
+    assert content["ratios"]["size"] == pytest.approx(sizes["int8"] / sizes["float32"])
     assert "images/s" in run.output
 
 
@@ -188,11 +188,11 @@ def test_pipelines_are_compared_with_one_process(tmp_path: Path, capsys: pytest.
     from benchmarks import pipeline_speed
 
     flags = ["--quick", "--schedules", "1F1B", "--num_microbatches", "4", "--balance", "2", "3"]
-    found = measured(pipeline_speed, tmp_path / "speed.json", *flags)
-    seconds, cost = found["figures"]["s a step (fits)"], found["figures"]["s a step (cost)"]
+    content = measured(pipeline_speed, tmp_path / "speed.json", *flags)
+    seconds, cost = content["figures"]["s a step (fits)"], content["figures"]["s a step (cost)"]
     assert set(seconds) == {"one", "one 8", "split", "1F1B 8", "1F1B 4", "halves", "plain"}
     best = min(seconds["1F1B 8"], seconds["1F1B 4"])
-    assert found["ratios"] == pytest.approx({
+    assert content["ratios"] == pytest.approx({
         "split": seconds["one"] / seconds["split"],
         "bound": seconds["one 8"] / seconds["1F1B 8"] / (2 * 8 / 9),
         "whole": seconds["one"] / best,
@@ -214,28 +214,28 @@ def test_the_callback_of_hardware_py_is_timed(
     from benchmarks import hardware_speed
 
     monkeypatch.setattr(hardware_speed, "STEPS", 20)
-    found = measured(hardware_speed, tmp_path / "speed.json", "--parts", "overhead", "--repeat", "1")
-    assert found["ratios"]["overhead"] > 0
+    content = measured(hardware_speed, tmp_path / "speed.json", "--parts", "overhead", "--repeat", "1")
+    assert content["ratios"]["overhead"] > 0
     assert "at most 1.05" in capsys.readouterr().out
 
 
 def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import rpc_speed
 
-    found = measured(rpc_speed, tmp_path / "out.json", "--quick", "--devices", "2")
+    content = measured(rpc_speed, tmp_path / "out.json", "--quick", "--devices", "2")
     names = {f"LightNN, {name}" for name in ("ddp", "param_server", "param_server, late", "rpc_hybrid")}
-    assert set(found["ratios"]) == set(found["figures"]["ms a step"]) == names
-    assert found["ratios"]["LightNN, ddp"] == 1
-    assert all(ratio > 0 for ratio in found["ratios"].values())
+    assert set(content["ratios"]) == set(content["figures"]["ms a step"]) == names
+    assert content["ratios"]["LightNN, ddp"] == 1
+    assert all(ratio > 0 for ratio in content["ratios"].values())
     assert "LightNN, param_server, late" in capsys.readouterr().out
 
 
 def test_the_least_counts_one_forward_of_the_teacher() -> None:
     milliseconds = {zoo_speed.TEACHER: [4.0], "ce": [2.0], "kd": [7.0], "at": [9.0], zoo_speed.ALL: [15.0]}
     mib = {"ce": [1.0], "kd": [2.0], "at": [3.0], zoo_speed.ALL: [3.0]}
-    found = zoo_speed.ratios(milliseconds, mib, ["ce", "kd", "at"], 2)
+    ratios = zoo_speed.ratios(milliseconds, mib, ["ce", "kd", "at"], 2)
     # T 4, the students' steps 2, 3 and 5
-    assert found == {
+    assert ratios == {
         "pass / runs": [15 / 18], "least / runs": [14 / 18], "pass / least": [pytest.approx(15 / 14)], "memory": [0.5]
     }  # fmt: skip
 
@@ -243,20 +243,20 @@ def test_the_least_counts_one_forward_of_the_teacher() -> None:
 @pytest.mark.slow
 def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flags = ["--repeat", "1", "--steps", "1", "--batch_size", "8", "--teacher", "8", "--only", "ce", "kd", "rkd", "vid"]
-    found = measured(zoo_speed, tmp_path / "x.json", *flags)
-    assert set(found["figures"]["ms"]) == {"teacher's forward", "ce", "kd", "rkd", "vid", "all in one pass"}
+    content = measured(zoo_speed, tmp_path / "x.json", *flags)
+    assert set(content["figures"]["ms"]) == {"teacher's forward", "ce", "kd", "rkd", "vid", "all in one pass"}
     assert "without deittoken: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_search_is_timed_beside_its_settings(tmp_path: Path) -> None:
     flags = ["--repeat", "1", "--settings", "2", "--only", "kd", "--epochs", "1", "--steps", "1", "--teacher", "8"]
-    found = measured(tune_speed, tmp_path / "x.json", *flags, "--batch_size", "200")
-    assert found["ratios"].keys() == tune_speed.TARGETS.keys()
-    seconds = found["figures"]["s"]
-    assert found["ratios"]["together / alone"] == pytest.approx(seconds["together"] / seconds["alone"])
+    content = measured(tune_speed, tmp_path / "x.json", *flags, "--batch_size", "200")
+    assert content["ratios"].keys() == tune_speed.TARGETS.keys()
+    seconds = content["figures"]["s"]
+    assert content["ratios"]["together / alone"] == pytest.approx(seconds["together"] / seconds["alone"])
     # Two settings learn for an epoch of 461 images from one teacher.
-    assert found["batches for which the teacher was not asked again"] == pytest.approx(461 / 200)
+    assert content["batches for which the teacher was not asked again"] == pytest.approx(461 / 200)
 
 
 def test_a_figure_of_a_gpu_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +267,8 @@ def test_a_figure_of_a_gpu_that_fails_costs_its_row(tmp_path: Path, monkeypatch:
 
     monkeypatch.setitem(gpu.PARTS, "precision", rows)
     gpu.measure("precision", gpu.Size("cpu", True), tmp_path / "rows")
-    found = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert gpu.section("precision", found, "stopped after 1 s").splitlines() == [
+    rows_written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert gpu.section("precision", rows_written, "stopped after 1 s").splitlines() == [
         "## precision: two rows", "",
         "|  | ms | kernel | why not |", "| :-- | --: | --: | --: |",
         "| fails | — | — | division by zero |", "| runs | 2.00 | — | — |", "",
@@ -281,18 +281,18 @@ def test_a_figure_of_a_gpu_that_fails_costs_its_row(tmp_path: Path, monkeypatch:
 
 
 def test_experiments_take_the_flags_of_a_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[str, tuple[str, ...]]] = []
+    calls: list[tuple[str, tuple[str, ...]]] = []
     record = {"steps": [1.0] * 100, "peak_mib": 1.0}
     records = dict.fromkeys(("LitClassifier0", "Distillation0", "LitLanguageModel0"), record)
-    monkeypatch.setattr(common, "run_clocked", lambda name, *flags, env: given.append((name, flags)) or records)
-    monkeypatch.setattr(gpu, "study", lambda name, *flags: given.append((name, flags)) or [])
+    monkeypatch.setattr(common, "run_clocked", lambda name, *flags, env: calls.append((name, flags)) or records)
+    monkeypatch.setattr(gpu, "study", lambda name, *flags: calls.append((name, flags)) or [])
     for part in ("kd", "gpt", "strategies", "attention"):
         for quick in (False, True):
             for name, call in gpu.PARTS[part](gpu.Size("cpu", quick)):
                 if ".py" in name:
                     assert all(value > 0 for value in call().values())
-    assert Counter(name for name, _ in given) == {"kd": 4, "gpt": 6, "hardware": 2, "attention": 2}
-    for name, flags in given:
+    assert Counter(name for name, _ in calls) == {"kd": 4, "gpt": 6, "hardware": 2, "attention": 2}
+    for name, flags in calls:
         importlib.import_module(f"experiments.{name}").parser().parse(list(flags))
 
 

@@ -11,7 +11,7 @@ from experiments import kd
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import ResNet
-from tests.commands import refused
+from tests.commands import Refusal
 from tests.training import assert_same, digits, net, trainer
 
 # One batch an epoch and no dropout: then an epoch's number decides nothing.
@@ -54,8 +54,8 @@ def test_it_ends_as_if_it_had_not_been_interrupted(kind: str, more: list[str], t
     assert_same(found, whole.net.state_dict(), atol=1e-9)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, begins = tmp_path / "a.ckpt", "--teacher_continue true: expected "
+def test_what_does_not_fit_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    path = tmp_path / "a.ckpt"
     trained(1, path)
     found, wide = plain(path), torch.optim.Adam(net(ResNet, depth=14).parameters()).state_dict()
     flags = [*KD, "--teacher_ckpt", str(path), "--teacher_epochs", "1", "--teacher_continue", "true"]
@@ -68,4 +68,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     for content, more, said in cases:
         torch.save(content, path)
-        refused(kd.main, [*flags, *more], begins + said, "", tmp_path, capsys)
+        assert refusal(kd.main, *flags, *more).startswith(f"--teacher_continue true: expected {said}")

@@ -79,29 +79,3 @@ def test_compare_says_that_labels_differ(folder: Path, capsys: pytest.CaptureFix
     said = " ".join(capsys.readouterr().out.split())
     assert "other data" not in said
     assert "data.labelled" in said
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--data.labelled", "9"], "error: --data.labelled 9: expected 10 to 150: "),
-        (["--data.labelled", "151"], "error: --data.labelled 151: expected 10 to 150: "),
-        (["--data.labelled", "0"], "error: --data.labelled 0: expected 10 to 150: "),
-        (["--data.labelled", "0.5"], "error: --data.labelled 0.5: "),
-        (["--data", "Text", "--data.labelled", "10"], "error: --data.labelled"),
-    ],
-)
-def test_bad_input_is_one_line(flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = SMALL if flags[0] != "--data" else []
-    with pytest.raises(SystemExit) as caught:
-        kd.main([*small, *flags])
-    err = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert err.startswith(expected), err
-    assert err.count("\n") == 1
-
-
-def test_a_resumed_run_keeps_its_labels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kd.main([*SMALL, "--out", str(folder / "few"), "--resume", "true", "--data.labelled", "20"])
-    assert "--data.labelled 20: expected 10, as the run" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from experiments import compare, kd
 from harness.runs.files import write_json
 from harness.runs.nets import load_net
 from tests import bake_off_facts
-from tests.commands import results
+from tests.commands import Refusal, results
 
 QUICK = ["--teacher", "LightNN", "--trainer.max_epochs", "1", "--data.train_size", "150", "--only", "ce", "kd"]
 
@@ -45,15 +45,14 @@ def test_the_table_is_of_the_metric_and_the_accuracy_stays(finished: Path) -> No
 
 
 def test_runs_of_two_metrics_are_not_compared(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-    write_json(tmp_path / "other" / "results.json", bake_off_facts.results().to_json())
-    compare.main([str(finished)])
+    other = tmp_path / "other"
+    other.mkdir()
+    write_json(other / "results.json", bake_off_facts.results().to_json())
+    compare.main([str(finished), "--out", str(tmp_path / "alone")])
     assert "balanced accuracy, %" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        compare.main([str(finished), "other"])
-    assert stop.value.code == 2
-    expected = f"a run of kd.py measured by balanced accuracy, to compare with {finished.name}"
-    assert capsys.readouterr().err == f"error: other: expected {expected}; this one is of kd.py, measured by accuracy\n"
+    assert refusal(compare.main, finished, other) == (
+        f"{other}: expected a run of kd.py measured by balanced accuracy, to compare with {finished.name}; "
+        "this one is of kd.py, measured by accuracy"
+    )

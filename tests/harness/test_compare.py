@@ -1,17 +1,14 @@
 """experiments/compare.py: finished runs in one table."""
 
-import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import datamodules
-from harness.reports.interactive import save_results
+from experiments.compare import main
 from harness.reports.results import Results, combine
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
@@ -21,16 +18,6 @@ from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
 from lit_modules.tasks import BITS
 from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
-
-SCRIPT = Path(__file__).parents[2] / "experiments" / "compare.py"
-
-
-@pytest.fixture(scope="module")
-def main():
-    spec = importlib.util.spec_from_file_location("compare_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 @pytest.fixture
@@ -54,36 +41,17 @@ def rows(*folders):
     return {row["name"]: row for row in found.to_json()["rows"]}, found.notes
 
 
-def refused(main, capsys, *argv):
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
-
-
-def test_end_to_end(tmp_path):
-    for name in ("t4", "t8"):
-        (tmp_path / name).mkdir()
-        save_results(tmp_path / name, results())
-    command = [sys.executable, "-W", "error", str(SCRIPT), "t4", "--out", "both", "t8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    table = done.stdout[: done.stdout.index("\n\n")].splitlines()
-    lines = [line.split("  ")[0] for line in table if line.startswith(("t4/", "t8/"))]
-    assert lines == ["t4/ce", "t4/kd", "t4/hint", "t8/ce", "t8/kd", "t8/hint"]
-    assert "Saved report.html, compare.md, .png and .json in both" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
-        "compare.json",
-        "compare.md",
-        "compare.png",
-        "report.html",
-    ]
+def test_end_to_end(runs, tmp_path, capsys):
+    runs("t4"), runs("t8")
+    main(["t4", "--out", "both", "t8"])
+    shown = capsys.readouterr().out
+    lines = [line.split("  ")[0] for line in shown.partition("\n\n")[0].splitlines()]
+    assert lines[2:] == ["t4/ce", "t4/kd", "t4/hint", "t8/ce", "t8/kd", "t8/hint"]
+    assert "Saved report.html, compare.md, .png and .json in both" in shown
+    left = sorted(path.name for path in (tmp_path / "both").iterdir())
+    assert left == ["compare.json", "compare.md", "compare.png", "report.html"]
     assert "compare.py t4 --out both t8\n</code>" in (tmp_path / "both" / "report.html").read_text()
-    assert max(map(len, done.stdout.splitlines())) <= 110
+    assert max(map(len, shown.splitlines())) <= 110
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert saved["baseline"] == "t4/ce"
     assert [run["name"] for run in saved["runs"]] == ["t4", "t8"]
@@ -111,16 +79,13 @@ def test_failed_seeds_are_left_out_and_named(runs):
     assert any(note.startswith("* t8/kd: the loss stopped being finite with seed 0") for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data": {**header().data, "train": 900}}, "other data (train 900, not 1257)"),
-        ({"data": {**header().data, "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
-        ({"classes": ["cat", "fish"]}, "other data (of other classes)"),
-        ({"config": header(seed=1).config}, "other data (data.seed 1, not 0)"),
-        ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"data": {**header().data, "train": 900}}, "other data (train 900, not 1257)"),
+    ({"data": {**header().data, "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
+    ({"classes": ["cat", "fish"]}, "other data (of other classes)"),
+    ({"config": header(seed=1).config}, "other data (data.seed 1, not 0)"),
+    ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
+])  # fmt: skip
 def test_what_is_not_comparable_says_why(runs, changes, said):
     found, notes = rows(runs("t4", classes=["cat", "dog"]), runs("t8", **changes))
     assert found["t8/kd"]["delta"] == {"mean": None, "low": None, "high": None}
@@ -179,16 +144,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_runs_with_other_settings_have_intervals_and_no_verdict(runs, main, capsys, kind):
+def test_runs_with_other_settings_have_intervals_and_no_verdict(runs, capsys, kind):
     changes, flags = OTHERS[kind]
     found, notes = rows(runs("t4"), runs("t8", config=configured(**changes)), runs("t9"))
     assert found["t8/kd"]["delta"] == found["t9/kd"]["delta"]
     assert found["t8/kd"]["delta"]["low"] > 0
     assert f"t8 and t4 differ in settings: {flags}. {CONFOUNDED}" in notes
     judged = next(note for note in notes if "beyond the noise" in note)
-    assert "t4/kd" in judged
-    assert "t9/kd" in judged
-    assert "t8" not in judged
+    assert [name in judged for name in ("t4/kd", "t9/kd", "t8")] == [True, True, False]
     main(["t4", "t8", "--out", "both"])
     assert "differ in settings" in capsys.readouterr().out
     assert "differ in settings" in Path("both/compare.md").read_text()
@@ -288,9 +251,8 @@ def test_equal_settings_are_told_so(runs):
 
 
 def test_settings_that_a_resumed_run_has_read_are_the_same(runs):
-    found = compare(
-        load_runs([runs("a", config=configured(optimizer__eps=0)), runs("b", config=configured(optimizer__eps=0.0))])
-    )
+    a, b = (runs(name, config=configured(optimizer__eps=eps)) for name, eps in (("a", 0), ("b", 0.0)))
+    found = compare(load_runs([a, b]))
     assert found.differences == []
     assert list(found.settings) == ["all runs"]
     assert "optimizer Adam(lr=0.001, eps=0)" in found.settings["all runs"]
@@ -333,30 +295,15 @@ ce: CrossEntropy
 t4/kd and ce/kd: Hinton(temperature=2.0)
 t8/kd: Hinton(temperature=8.0)
 hint: Hinton(temperature=2)""")
-    assert markdown(found).endswith("""\
-
-Settings:
-
-- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
-- t4: trainer.max_epochs 10
-- ce: trainer.max_epochs 20
-- t8: trainer.max_epochs 20
-
-Objectives:
-
-- ce: CrossEntropy
-- t4/kd and ce/kd: Hinton(temperature=2.0)
-- t8/kd: Hinton(temperature=8.0)
-- hint: Hinton(temperature=2)
-
-![accuracy](compare.png)
-""")
+    page = markdown(found)
+    assert "\n\nSettings:\n\n- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer " in page
+    assert page.endswith("- hint: Hinton(temperature=2)\n\n![accuracy](compare.png)\n")
 
 
 # Runs of gpt.py
 
 
-def test_language_models_are_compared_with_the_first(runs, main, capsys):
+def test_language_models_are_compared_with_the_first(runs, capsys):
     main([runs("a", gpt([3.0, 3.1, 2.9])), runs("b", gpt([2.8, 2.9, 2.71], net__num_layers=6)), "--out", "x"])
     assert (
         capsys.readouterr().out
@@ -411,14 +358,8 @@ def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited
 
 
 def test_students_on_text_and_language_models_are_in_one_table(runs):
-    facts = {
-        "objective": "CrossEntropy",
-        "parameters": 9,
-        "step_ms": None,
-        "train_flops": None,
-        "failed": None,
-        "epochs": [],
-    }
+    facts = {"objective": "CrossEntropy", "parameters": 9, "failed": None, "epochs": []}
+    facts |= {"step_ms": None, "train_flops": None}
     scores = [NetRecord.from_json({**facts, "test_bpc": bits, "test_loss": bits}) for bits in (2.5, 2.7)]
     given = Header.read({**gpt([0, 0]), "experiment": "kd"})
     given.config |= {"student": {"class_path": "x.GPT"}, "net": None, "model": None}
@@ -444,7 +385,7 @@ student  —                  GPT"""
 # Runs of quantize.py
 
 
-def test_formats_are_compared_with_float32_of_the_first(runs, main, capsys):
+def test_formats_are_compared_with_float32_of_the_first(runs, capsys):
     machine = {"cpu": "other", "threads": 1}
     main([runs("a", quantized()), runs("b", quantized(0.95, freeze_epoch=3), hardware=machine), "--out", "x"])
     assert (
@@ -497,44 +438,42 @@ def test_formats_on_other_data_have_no_difference(runs):
     assert notes[0] == "b is not compared with a/float32: other data (test 5, not 100)."
 
 
-def test_runs_of_different_measures_are_refused_in_one_line(runs, main, capsys):
-    folders = {"kd": runs("kd"), "gpt": runs("gpt", gpt([3.0])), "quantize": runs("quantize", quantized())}
-    wanted = {
-        "kd": "a run of kd.py measured by accuracy",
-        "gpt": "a run of gpt.py, or of kd.py with --data Text",
-        "quantize": "a run of quantize.py",
-    }
-    words = {"kd": "accuracy", "gpt": "bits per character", "quantize": "accuracy"}
-    for first, second in itertools.permutations(folders, 2):
-        expected = f"{wanted[first]}, to compare with {first}; this one is of {second}.py, measured by {words[second]}"
-        assert (
-            refused(main, capsys, folders[first], folders[second]) == f"error: {folders[second]}: expected {expected}\n"
-        )
+MEASURES = {
+    "kd": (results(), "a run of kd.py measured by accuracy", "accuracy"),
+    "gpt": (gpt([3.0]), "a run of gpt.py, or of kd.py with --data Text", "bits per character"),
+    "quantize": (quantized(), "a run of quantize.py", "accuracy"),
+}
 
 
-@pytest.mark.parametrize(
-    ("found", "changes"),
-    [
-        (gpt([3.0]), {"runs": []}),
-        (gpt([3.0]), {"runs": [{"test_bpc": 3.0}]}),
-        (gpt([3.0]), {"seeds": [0, 1]}),
-        (gpt([3.0]), {"metric": None}),
-        (gpt([3.0]), {"config": [1]}),
-        (quantized(), {"rows": None}),
-        (quantized(), {"rows": []}),
-        (quantized(), {"rows": [{"format": "float32"}]}),
-        (quantized(), {"config": None}),
-        (quantized(), {"hardware": [1]}),
-        (quantized(), {"data": {"train": 9}}),
-    ],
-)
-def test_damaged_runs_of_other_experiments_are_refused_in_one_line(runs, main, capsys, found, changes):
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(MEASURES, 2)])
+def test_runs_of_different_measures_are_refused_in_one_line(runs, refusal, first, second):
+    one, other = (runs(name, MEASURES[name][0]) for name in (first, second))
+    said = f"to compare with {first}; this one is of {second}.py, measured by {MEASURES[second][2]}"
+    assert refusal(main, one, other) == f"{other}: expected {MEASURES[first][1]}, {said}"
+
+
+@pytest.mark.parametrize(("found", "changes"), [
+    *((results(), changes) for changes in (
+        {"seeds": None}, {"seeds": [1]}, {"students": {"kd": {}}}, {"students": [1]}, {"data": None}, {"metric": []},
+        *({"students": {"kd": {**results().students["kd"].to_json(), **change}}} for change in (
+            {"test_acc": ["a", 1, 2]}, {"test_acc": [0.5]}, {"parameters": "many"},
+        )),
+    )),
+    *((gpt([3.0]), changes) for changes in (
+        {"runs": []}, {"runs": [{"test_bpc": 3.0}]}, {"seeds": [0, 1]}, {"metric": None}, {"config": [1]},
+    )),
+    *((quantized(), changes) for changes in (
+        {"rows": None}, {"rows": []}, {"rows": [{"format": "float32"}]}, {"config": None}, {"hardware": [1]},
+        {"data": {"train": 9}},
+    )),
+])  # fmt: skip
+def test_damaged_runs_are_refused_in_one_line(runs, refusal, found, changes):
     other = runs("other", found, **changes)
-    said = refused(main, capsys, other)
-    assert said.startswith(f"error: {other}: expected a readable results.json of our experiments in it (")
+    line = refusal(main, other)
+    assert line.startswith(f"{other}: expected a readable results.json of our experiments in it (")
 
 
-def test_first_run_without_ce_gives_no_differences(runs, main, capsys):
+def test_first_run_without_ce_gives_no_differences(runs, capsys):
     main([runs("t4", results(kd=[student(c) for c in KD])), runs("t8"), "--out", "x"])
     page = capsys.readouterr().out
     assert "no student called ce" in page
@@ -548,7 +487,7 @@ def test_names_are_as_short_as_tells_runs_apart(runs):
 
 
 @pytest.mark.drawn
-def test_the_picture_is_drawn_against_a_setting(runs, main, monkeypatch):
+def test_the_picture_is_drawn_against_a_setting(runs, monkeypatch):
     drawn = []
     monkeypatch.setattr("harness.studies.compare.page.lines_picture", lambda *of: drawn.append(of) or b"")
     config = results().config
@@ -562,34 +501,32 @@ def test_the_picture_is_drawn_against_a_setting(runs, main, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value"), [("temperature", "in tNone it is —"), ("other", "in t4 it is x"), ("same", "in all it is 3")]
 )
-def test_a_picture_needs_a_setting_that_differs_by_numbers(runs, main, capsys, flag, value):
+def test_a_picture_needs_a_setting_that_differs_by_numbers(runs, refusal, flag, value):
     config = results().config
     folders = [runs(f"t{n}", config={**config, "temperature": n, "other": "x", "same": 3}) for n in (4, None)]
-    message = refused(main, capsys, *folders, "--against", flag)
-    assert message.startswith(f"error: --against {flag}: expected a setting ")
-    assert message.endswith(f"{value}\n")
+    line = refusal(main, *folders, "--against", flag)
+    assert line.startswith(f"--against {flag}: expected a setting ")
+    assert line.endswith(value)
 
 
-def test_default_folder(runs, main, capsys):
+def test_default_folder(runs, capsys):
     main([runs("a/t4"), runs("b/t4")])
     assert "in runs/compare/a_t4-b_t4\n" in capsys.readouterr().out
     assert Path("runs/compare/a_t4-b_t4/compare.md").is_file()
 
 
-def test_a_run_is_never_overwritten(runs, main, capsys):
+def test_a_run_is_never_overwritten(runs, refusal):
     one, other = Path(runs("one")), runs("other")
     (one / "report.html").write_text("mine")
-    said = refused(main, capsys, str(one), other, "--out", str(one))
-    assert said == (
-        f"error: --out {one}: expected a folder without a run or another table; this one holds results.json\n"
-    )
+    line = refusal(main, one, other, "--out", one)
+    assert line == f"--out {one}: expected a folder without a run or another table; this one holds results.json"
     assert {path.name for path in one.iterdir()} == {"report.html", "results.json"}
     assert (one / "report.html").read_text() == "mine"
     for _ in range(2):  # its own table may be written again
         main([str(one), other, "--out", "table"])
 
 
-def test_many_runs_get_a_short_folder(runs, main, capsys):
+def test_many_runs_get_a_short_folder(runs, capsys):
     main([runs(f"a-long-name-for-a-run-{i}") for i in range(6)])
     name = capsys.readouterr().out.strip().rsplit("/", 1)[-1]
     assert len(name) < 85
@@ -603,61 +540,28 @@ def test_one_seed(runs):
     assert any("One seed gives no interval" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seeds": None},
-        {"seeds": [1]},
-        {"students": {"kd": {}}},
-        {"students": {"kd": {**results().students["kd"].to_json(), "test_acc": ["a", 1, 2]}}},
-        {"students": {"kd": {**results().students["kd"].to_json(), "parameters": "many"}}},
-        {"students": [1]},
-        {"data": None},
-        {"metric": []},
-    ],
-)
-def test_damaged_runs_are_refused_in_one_line(runs, main, capsys, changes):
-    other = runs("other", **changes)
-    said = refused(main, capsys, runs("t4"), other)
-    assert said.startswith(f"error: {other}: expected a readable results.json of our experiments in it (")
-
-
-def test_a_run_without_ce_is_read_as_carefully(runs, main, capsys):
-    kd = {**results().students["kd"].to_json(), "test_acc": [0.5]}
-    said = refused(main, capsys, runs("t4"), runs("other", students={"kd": kd}))
-    assert "a readable results.json of our experiments in it (ValueError" in said
-
-
 def test_data_sets_say_which_options_choose_samples():
     for name in ("Digits", "MNIST", "CIFAR10", "Shakespeare"):
         assert "root" in getattr(datamodules, name).free_options
     for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
         assert "root" not in kind.free_options
-    assert datamodules.ImageFolder.training_options == {
-        "batch_size",
-        "augment",
-        "transforms",
-        "mixup",
-        "cutmix",
-        "labelled",
-    }
+    training = {"batch_size", "augment", "transforms", "mixup", "cutmix", "labelled"}
+    assert datamodules.ImageFolder.training_options == training
 
 
-def test_bad_input_is_one_line(runs, main, capsys, tmp_path):
-    t4 = runs("t4")
+def test_bad_input_is_one_line(runs, refusal, tmp_path):
+    t4, half = runs("t4"), Path(runs("half"))
     other = runs("speed", {"format": FORMAT, "experiment": "pipeline", "rows": []})
     losses = runs("losses", metric={"name": "loss", "higher_is_better": False})
-    half = runs("half")
-    Path(half, "results.json").rename(Path(half, "config.yaml"))
+    (half / "results.json").rename(half / "config.yaml")
     (tmp_path / "file").touch()
-    assert "required: RUN" in refused(main, capsys)
-    assert "unrecognized arguments: --ou" in refused(main, capsys, t4, "--ou", "x")
-    assert f"error: {tmp_path}/no: expected" in refused(main, capsys, t4, f"{tmp_path}/no")
-    assert "given twice" in refused(main, capsys, t4, f"{tmp_path}/half/../t4")
-    for argv in ((other,), (t4, other)):
-        said = f"error: {other}: expected a run of kd.py, gpt.py or quantize.py; this one is of pipeline.py\n"
-        assert refused(main, capsys, *argv) == said
-    assert "this one has loss" in refused(main, capsys, t4, losses)
-    assert f"--out {half} --resume true" in refused(main, capsys, half)
-    assert "error: --out file/x: expected a folder that can be written" in refused(main, capsys, t4, "--out", "file/x")
+    assert "required: RUN" in refusal(main)
+    assert "unrecognized arguments: --ou" in refusal(main, t4, "--ou", "x")
+    assert f"{tmp_path}/no: expected" in refusal(main, t4, tmp_path / "no")
+    assert "given twice" in refusal(main, t4, f"{tmp_path}/half/../t4")
+    said = f"{other}: expected a run of kd.py, gpt.py or quantize.py; this one is of pipeline.py"
+    assert refusal(main, other) == refusal(main, t4, other) == said
+    assert "this one has loss" in refusal(main, t4, losses)
+    assert f"--out {half} --resume true" in refusal(main, half)
+    assert "--out file/x: expected a folder that can be written" in refusal(main, t4, "--out", "file/x")
     assert not Path("runs").exists()

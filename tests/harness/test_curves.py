@@ -16,10 +16,10 @@ from harness.studies import bakeoff, fits, language_model
 from harness.studies.deploy import builder, formats
 from lit_modules.quantization import EXTRA
 from lit_modules.quantization.graphs import quantizer
+from tests.commands import curves, kill_at, start
 from tests.experiments.test_gpt_experiment import NET
-from tests.harness.test_resume import SMALL, curves, kill_at
+from tests.harness.test_resume import SMALL
 from tests.language import written
-from tests.processes import Run
 from tests.training import net
 
 Kill = tuple[Any, str, int, bool]  # of whom, which function, at which call, after it
@@ -38,16 +38,14 @@ def count_seconds_in_batches() -> None:
     safepoints.time = SimpleNamespace(monotonic=lambda: float(batches[0]))  # type: ignore[assignment]
 
 
-def ends_with(code: int, experiment: ModuleType, flags: list[str], kill: Kill | None = None) -> None:
-    def main() -> None:
+def ends_with(code: int, experiment: ModuleType, out: Path, *flags: str, kill: Kill | None = None) -> None:
+    def before() -> None:
         count_seconds_in_batches()
         quantize.Study.run = lambda *args: None  # type: ignore[method-assign]  # files and latency, but no curves
         if kill is not None:
             kill_at(*kill)()
-        experiment.main(flags)
 
-    run = Run(main, log=Path(flags[flags.index("--out") + 1]).with_suffix(".log"))
-    assert run.wait() == code, f"{kill}: {run.output}"
+    start(out, *flags, before=before, main=experiment.main).check(code)
 
 
 def batch(number: int) -> Kill:
@@ -63,10 +61,10 @@ NOT_KEPT: Kill = builder, "atomic", 1, False
 def assert_unharmed(experiment: ModuleType, flags: list[str], kills: list[Kill], folder: Path) -> None:
     """The run, killed so and resumed each time, has the curves of one that was not."""
     whole, out = folder / "whole", folder / "run"
-    ends_with(0, experiment, [*flags, "--out", str(whole)])
+    ends_with(0, experiment, whole, *flags)
     for number, kill in enumerate(kills):
-        ends_with(-signal.SIGKILL, experiment, [*flags, "--out", str(out), "--resume", str(number > 0)], kill)
-    ends_with(0, experiment, [*flags, "--out", str(out), "--resume", "true"])
+        ends_with(-signal.SIGKILL, experiment, out, *flags, "--resume", str(number > 0), kill=kill)
+    ends_with(0, experiment, out, *flags, "--resume", "true")
     found, expected = curves(out), curves(whole)
     assert found.keys() == expected.keys()
     for place, points in expected.items():

@@ -9,11 +9,12 @@ import pytest
 
 from experiments import compare, kd
 from tests import waiting
+from tests.commands import Refusal, lasting, results
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--data.train_size", "60", "--data.test_size", "50", "--teacher", "LightNN", "--only", "ce", "hint"]
 FLAGS += ["--trainer.max_epochs", "1", "--trainer.logger", "false"]
-MEASURED = {"step_ms", "fit_seconds", "students_fit_seconds", "config", "pooled", "commits"}
+DIFFERENT = ("config", "pooled", "commits")
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +26,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def timeless(found: object) -> object:
-    if isinstance(found, dict):
-        return {key: timeless(value) for key, value in found.items() if key not in MEASURED}
-    return found
-
-
-def refusal(*flags: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        compare.main([*map(str, flags)])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.drawn
 def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     compare.main(["--pool", str(runs / "a"), str(runs / "b"), "--out", str(tmp_path / "pooled")])
     shown = capsys.readouterr().out
-    whole, pooled = (
-        json.loads((folder / "results.json").read_text()) for folder in (runs / "whole", tmp_path / "pooled")
-    )
-    assert timeless(pooled) == timeless(whole)
+    whole, pooled = (results(folder) for folder in (runs / "whole", tmp_path / "pooled"))
+    assert lasting(pooled, *DIFFERENT) == lasting(whole, *DIFFERENT)
     assert pooled["config"]["seeds"] == pooled["seeds"] == [0, 1, 2]
     assert pooled["pooled"] == ["a", "b"]
     assert "Pooled from: a, b" in (tmp_path / "pooled" / "results.md").read_text()
@@ -59,24 +44,24 @@ def test_pooled_is_one_run_with_all_seeds(runs: Path, tmp_path: Path, capsys: py
     assert all(line in shown.replace("\n", " ") for line in told.splitlines() if line.startswith("With 3 seeds"))
 
 
-def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal("--pool", runs / "a", runs / "whole", capsys=capsys) == (
-        "error: whole: expected each seed once; 1 is in another run, too\n"
-    )
+def test_what_differs_otherwise_is_refused(runs: Path, tmp_path: Path, refusal: Refusal) -> None:
+    def pooled(other: Path, *flags: str | Path) -> str:
+        return refusal(compare.main, "--pool", runs / "a", other, *flags)
+
+    assert pooled(runs / "whole") == "whole: expected each seed once; 1 is in another run, too"
     for name, flags in {"long": ["--trainer.max_epochs", "2"], "other": ["--only", "ce"]}.items():
         kd.main([*FLAGS, *flags, "--seeds", "[7]", "--out", str(tmp_path / name)])
-    said = refusal("--pool", runs / "a", tmp_path / "long", capsys=capsys)
-    assert "differs from" in said
-    assert "trainer.max_epochs is 2, not 1" in said
-    assert "not ['ce', 'hint']" in refusal("--pool", runs / "a", tmp_path / "other", capsys=capsys)
-    found = json.loads((runs / "b" / "results.json").read_text())
+    line = pooled(tmp_path / "long")
+    assert "differs from" in line
+    assert "trainer.max_epochs is 2, not 1" in line
+    assert "not ['ce', 'hint']" in pooled(tmp_path / "other")
+    found = results(runs / "b")
     found["classes"].reverse()
     (tmp_path / "order").mkdir()
     (tmp_path / "order" / "results.json").write_text(json.dumps(found))
-    said = refusal("--pool", runs / "a", tmp_path / "order", capsys=capsys)
-    assert "in its seeds alone; classes is ['9', '8'," in said
-    out = refusal("--pool", runs / "a", runs / "b", "--out", runs / "whole", capsys=capsys)
-    assert out.endswith("expected a folder without a run or another table; this one holds config.yaml\n")
+    assert "in its seeds alone; classes is ['9', '8'," in pooled(tmp_path / "order")
+    held = "expected a folder without a run or another table; this one holds config.yaml"
+    assert pooled(runs / "b", "--out", runs / "whole").endswith(held)
 
 
 @pytest.mark.slow
@@ -86,4 +71,4 @@ def test_jobs_of_an_array_have_a_seed_each(tmp_path: Path) -> None:
         command = ["bash", str(ROOT / "docs" / "slurm_seeds.sbatch"), *FLAGS]
         subprocess.run(command, cwd=ROOT, env=given, check=True, timeout=waiting.LIMIT, stdout=subprocess.DEVNULL)
     compare.main(["--pool", *map(str, sorted((tmp_path / "9").iterdir())), "--out", str(tmp_path / "all")])
-    assert json.loads((tmp_path / "all" / "results.json").read_text())["seeds"] == [0, 4]
+    assert results(tmp_path / "all")["seeds"] == [0, 4]

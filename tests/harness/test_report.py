@@ -13,7 +13,7 @@ import torch
 from harness.reports import html, interactive, mistakes, pages, plots, samples
 from harness.reports.metrics import ACCURACY
 from harness.reports.report import Report
-from harness.reports.results import Results
+from harness.reports.results import Results, combine
 from harness.reports.tables import Table
 from harness.reports.uncertainty import holm, p_value
 from harness.runs.records import NetRecord
@@ -23,6 +23,7 @@ from lit_modules.tasks.scores import fidelity
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
 from tests.browser import answer
+from tests.figures import drawn
 
 CLASSES, LIMIT = 4, 5_000_000
 NAMES = [f"class {number}" for number in range(CLASSES)]
@@ -47,8 +48,6 @@ def with_samples(correct: int, seed: int) -> NetRecord:
 
 @pytest.fixture(scope="module")
 def found() -> Results:
-    from harness.reports.results import combine
-
     rows = {
         name: [with_samples(count, seed) for seed, count in enumerate(counts)]
         for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items()
@@ -68,11 +67,11 @@ def images(places: Any) -> np.ndarray:
 @pytest.fixture(scope="module")
 def report(found: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    interactive.save_results(folder, found, images, ["python experiments/kd.py --seeds 3"])
+    with drawn():
+        interactive.save_results(folder, found, images, ["python experiments/kd.py --seeds 3"])
     return folder / "report.html"
 
 
-@pytest.mark.drawn
 def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
     text = report.read_text("utf-8")
     assert len(text.encode()) < LIMIT
@@ -81,6 +80,7 @@ def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
     assert not re.findall(r"url\(['\"]?https?:|@import|<link", text)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> None:
     """28 nets, 5 seeds, 10 classes and 10,000 samples, with pictures as large as real ones."""
@@ -110,7 +110,6 @@ def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> 
     assert (tmp_path / "report.html").stat().st_size < LIMIT
 
 
-@pytest.mark.drawn
 def test_it_says_everything(report: Path) -> None:
     text = report.read_text("utf-8")
     shown = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
@@ -122,7 +121,6 @@ def test_it_says_everything(report: Path) -> None:
     assert shown.count("data:image/png;base64,") == 6  # results.png, a matrix for each net, the most confused images
 
 
-@pytest.mark.drawn
 def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: Results, tmp_path: Path) -> None:
     script = """
         const table = document.querySelector("table"), heads = [...table.querySelectorAll("th")]

@@ -1,17 +1,19 @@
-"""results.json, its statistics, its table, its picture; and files that are never half written."""
+"""results.json, its statistics, its table, its picture; and files that are never half written.
+
+tests/frozen/results has whole files and pages of runs.
+"""
 
 import io
 import json
 import math
-import subprocess
-import sys
-import warnings
 from dataclasses import replace
 
+import matplotlib.image
 import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
+from harness.reports.figures import Dot, metric_picture
 from harness.reports.interactive import save_results
 from harness.reports.measures import COST
 from harness.reports.metrics import ACCURACY, conclude
@@ -23,8 +25,7 @@ from harness.reports.uncertainty import lead_by_chance, paired_interval, t_inter
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from harness.runs.records import FORMAT
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
-
-pytestmark = pytest.mark.drawn
+from tests.grids import mostly_slow
 
 NOTHING = {"mean": None, "low": None, "high": None}
 
@@ -32,52 +33,23 @@ NOTHING = {"mean": None, "low": None, "high": None}
 # The structure
 
 
-def test_keys_are_the_issues():
-    found = results().to_json()
-    assert list(found) == [
-        *("format", "experiment", "data", "hardware", "versions", "config", "free", "seeds", "fingerprint", "commits"),
-        *("metric", "students_fit_seconds", "classes", "teacher", "students"),
-    ]
-    assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
-    times = {"fit_seconds", "step_ms", "train_flops"}
-    assert set(found["teacher"]) == {
-        "nets",
-        "parameters",
-        "max_epochs",
-        "epochs",
-        "trained_epochs",
-        "test_acc",
-        "test_correct",
-        *times,
-    }
-    assert found["teacher"]["nets"] == 3
-    keys = {"objective", "parameters", "epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
-    keys |= {"delta_vs_ce", "failed", "trained_epochs"}
-    assert all(set(entry) == keys for entry in found["students"].values())
-    assert found["students"]["kd"]["test_correct"] == list(KD)
-    assert found["students"]["kd"]["test_acc"] == [correct / TEST for correct in KD]
-    assert found["students"]["kd"]["parameters"] == 267738
-    assert found["students"]["kd"]["failed"] == [None] * 3
-    assert found["teacher"]["fit_seconds"] == [4.5] * 3
-    assert found["teacher"]["train_flops"] == 3_200_000_000_000
-
-
 def test_step_is_the_median_of_the_seeds():
     found = results(kd=[student(9, step_ms=ms) for ms in (3.0, 50.0, 4.0)])
     assert found.students["kd"].figures["step_ms"] == 4.0
 
 
-def test_one_seed_has_no_interval():
-    delta = results(1).students["kd"].delta_vs_ce
-    assert delta == {"mean": pytest.approx((KD[0] - CE[0]) / TEST), "low": None, "high": None}
+KD_ALONE = {"kd": [student(c) for c in KD]}
+DELTAS = {
+    "one seed": (results(1), "kd", {"mean": pytest.approx((KD[0] - CE[0]) / TEST), "low": None, "high": None}),
+    "no ce": (results(**KD_ALONE), "kd", NOTHING),
+    "ce itself": (results(), "ce", {"mean": 0, "low": None, "high": None}),
+}
 
 
-def test_without_ce_there_is_no_difference():
-    assert results(kd=[student(c) for c in KD]).students["kd"].delta_vs_ce == NOTHING
-
-
-def test_ce_differs_from_itself_by_nothing():
-    assert results().students["ce"].delta_vs_ce == {"mean": 0, "low": None, "high": None}
+@pytest.mark.parametrize("case", DELTAS)
+def test_a_difference_is_to_ce(case):
+    found, name, expected = DELTAS[case]
+    assert found.students[name].delta_vs_ce == expected
 
 
 def test_failed_seeds_are_null_and_left_out_of_the_pairs():
@@ -108,9 +80,9 @@ def test_one_teacher_for_all_seeds_is_told_as_one_net():
     students = {"ce": [student(CE[0]), student(CE[1])]}
     found = combine(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
     assert found.teacher.nets == 1
-    rows = {row[0]: row for row in table(found).rows}
-    assert rows["teacher"][3] == "97.50"
-    assert "±" in rows["ce"][3]
+    scores = {row[0]: row[3] for row in table(found).rows}
+    assert scores["teacher"] == "97.50"
+    assert "±" in scores["ce"]
     assert "teacher: one net, tested once, which taught with every seed." in notes(found)
     each = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
     assert not any(note.startswith("teacher") for note in notes(each))
@@ -130,33 +102,27 @@ SEEN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("differences", "said"),
-    [
-        ({}, ""),
-        ({"kd": []}, ""),
-        ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any other row differs from ce"),
-        ({"kd": [0.02, 0.021, 0.022]}, "With 3 seeds, kd (+2.10) is better than ce beyond the noise between seeds."),
-        ({"kd": [-0.02, -0.021, -0.022]}, "kd (-2.10) is worse than ce beyond the noise"),
-        ({"kd": [0.02, -0.03]}, "With 2 seeds, kd can't be told apart from ce."),
-        ({"kd": [0.0, 0.0]}, "kd can't be told apart from ce"),
-        ({"kd": [0.01, 0.01]}, "kd differed by the same on each seed, which is no measure of noise"),
-        (
-            {"kd": [0.02, 0.021, 0.022], "t8": [0.1, -0.1]},
-            "better than ce beyond the noise between seeds; t8 can't be told",
-        ),
-        ({"kd": [0.02, -0.021, 0.022], "t8": [0.1, -0.1]}, "With 2 to 3 seeds, kd and t8 can't"),
-        ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]}, "Corrected for 2 comparisons (Holm); the intervals are not."),
-        # p is 0.035 and 0.039: each alone differs, but not the two together
-        ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, "With 3 seeds, kd and t8 can't be told apart from ce."),
-        # by a deviation of 0.01, scipy's noncentral t finds 3.26 points, and a third of it needs 9 or 10 seeds; three
-        # seeds that show 0.01 come from deviations of 0.52 to 6.28 times that, as often above as below 1.20 times
-        ({"kd": [0.02, 0.03, 0.04]}, f" 3 {SEEN}"),
-        ({"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]}, f" In a single comparison, 3 {SEEN}"),
-        ({"kd": [0.3, 0.1, 0.2]}, " about 39.21 points in 4 of 5 cases (16.99 to 100.00, as they tell"),
-        ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
-    ],
-)
+@pytest.mark.parametrize(("differences", "said"), [
+    ({}, ""),
+    ({"kd": []}, ""),
+    ({"kd": [0.01]}, "One seed gives no interval: nothing here says that any other row differs from ce"),
+    ({"kd": [0.02, 0.021, 0.022]}, "With 3 seeds, kd (+2.10) is better than ce beyond the noise between seeds."),
+    ({"kd": [-0.02, -0.021, -0.022]}, "kd (-2.10) is worse than ce beyond the noise"),
+    ({"kd": [0.0, 0.0]}, "kd can't be told apart from ce"),
+    ({"kd": [0.01, 0.01]}, "kd differed by the same on each seed, which is no measure of noise"),
+    ({"kd": [0.02, 0.021, 0.022], "t8": [0.1, -0.1]},
+     "better than ce beyond the noise between seeds; t8 can't be told"),
+    ({"kd": [0.02, -0.021, 0.022], "t8": [0.1, -0.1]}, "With 2 to 3 seeds, kd and t8 can't"),
+    ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]}, "Corrected for 2 comparisons (Holm); the intervals are not."),
+    # p is 0.035 and 0.039: each alone differs, but not the two together
+    ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, "With 3 seeds, kd and t8 can't be told apart from ce."),
+    # by a deviation of 0.01, scipy's noncentral t finds 3.26 points, and a third of it needs 9 or 10 seeds; three
+    # seeds that show 0.01 come from deviations of 0.52 to 6.28 times that, as often above as below 1.20 times
+    ({"kd": [0.02, 0.03, 0.04]}, f" 3 {SEEN}"),
+    ({"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]}, f" In a single comparison, 3 {SEEN}"),
+    ({"kd": [0.3, 0.1, 0.2]}, " about 39.21 points in 4 of 5 cases (16.99 to 100.00, as they tell"),
+    ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
+])  # fmt: skip
 def test_verdict_says_what_the_intervals_support(differences, said):
     assert said in conclude("ce", differences)
 
@@ -196,35 +162,19 @@ def test_a_sorted_table_says_how_far_the_first_of_equal_ones_would_be_ahead():
     assert "Sorted" not in " ".join(notes(replace(results(1), config=ranked.config)))
 
 
-def test_table_has_a_line_each():
-    rows = {row[0]: row[1:] for row in table(results()).rows}
-    assert list(rows) == ["teacher", "ce", "kd", "hint"]
-    assert rows["teacher"] == ["—", "1,186,986", "97.50 ± 0.00", "—", "32.0", "3.20"]
-    assert rows["ce"] == ["Hinton(temperature=2)", "267,738", "92.50 ± 0.50", "—", "3.00", "0.410"]
-    assert rows["kd"][3] == "+2.00 [+1.38, +2.62]"
-    assert table(results()).header[-1] == "cost, TFLOPs"
-
-
 def test_terminal_table_is_aligned_and_narrow():
-    students = {
-        name: [student(c, objective="Sum(" + "Hinton(temperature=2), " * 4 + ")") for c in KD]
-        for name in ("ce", "k" * 60)
-    }
-    lines = text(results(3, **students)).splitlines()
+    long = "Sum(" + "Hinton(temperature=2), " * 4 + ")"
+    lines = text(results(**{name: [student(c, objective=long) for c in KD] for name in ("ce", "k" * 60)})).splitlines()
     assert max(map(len, lines)) <= 110
     body = lines[: lines.index("")]
     right = [line.rindex("0.410") for line in body if "0.410" in line]
-    assert len(right) == 2
-    assert len(set(right)) == 1
+    assert (len(right), len(set(right))) == (2, 1)
     assert "k" * 60 in "".join(line.split("  ")[0].strip() for line in body)  # wrapped, not cut
 
 
 def test_failures_are_said_in_words():
-    page = text(
-        results(
-            ce=[student(c) for c in CE], kd=[student(1, FAILED)] * 3, hint=[student(1, FAILED), student(2), student(3)]
-        )
-    )
+    hint = [student(1, FAILED), student(2), student(3)]
+    page = text(results(ce=[student(c) for c in CE], kd=[student(1, FAILED)] * 3, hint=hint))
     assert "kd *" in page
     assert "it has no figures" in page
     assert "* hint: the loss stopped being finite with seed 0 (term kl, step 120); its figures are over" in page
@@ -235,29 +185,6 @@ def test_one_seed_makes_no_claim():
     assert "±" not in page
     assert "[" not in page
     assert "One seed gives no interval" in page
-
-
-def test_markdown_has_header_table_and_verdict():
-    page = markdown(results())
-    assert page.startswith("# kd on Digits\n\n- Data: Digits: 1,257 train, 140 validation, 400 test samples\n")
-    assert "optimizer Adam(lr=0.001)" in page
-    assert "trainer.max_epochs 10" in page
-    assert "- Versions: torch 2.15.0" in page
-    assert "| kd | Hinton(temperature=2) | 267,738 | 94.50 ± 0.43 | +2.00 [+1.38, +2.62] | 3.00 | 0.410 |" in page
-    assert "kd (+2.00) is better than ce" in page
-    assert "hint can't be told apart from it" in page
-
-
-def test_objectives_have_all_their_options():
-    assert markdown(results()).endswith("""\
-Objectives of the students:
-
-- ce: CrossEntropy
-- kd: Hinton(temperature=2.0)
-- hint: Hinton(temperature=2)
-
-![accuracy, and accuracy against cost](results.png)
-""")
 
 
 def test_header_names_all_settings_and_the_commits():
@@ -291,28 +218,15 @@ def test_settings_leave_out_what_is_off_and_what_moves_nothing():
 
 def test_settings_bear_any_configuration():
     assert settings({}, ()) == []
-    assert settings({"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}, ()) == [
-        "data Digits",
-        "trainer.precision 64-true",
-    ]
+    config = {"teacher": None, "data": "Digits", "trainer": {"precision": "64-true"}}
+    assert settings(config, ()) == ["data Digits", "trainer.precision 64-true"]
 
 
 def test_numbers_and_words():
-    assert [short(x) for x in (None, 0.00012, 0.0123, 1.0, 99.996, 12345.6)] == [
-        "—",
-        "0.00012",
-        "0.0123",
-        "1.00",
-        "100",
-        "12,346",
-    ]
-    assert [COST.unit([x])[1] for x in (None, 5e8, 5e9, 5e12, 5e15)] == [
-        "MFLOPs",
-        "MFLOPs",
-        "GFLOPs",
-        "TFLOPs",
-        "PFLOPs",
-    ]
+    numbers = [short(x) for x in (None, 0.00012, 0.0123, 1.0, 99.996, 12345.6)]
+    assert numbers == ["—", "0.00012", "0.0123", "1.00", "100", "12,346"]
+    assert [COST.unit([x])[1][0] for x in (None, 5e8, 5e9, 5e12, 5e15)] == ["M", "M", "G", "T", "P"]
+    assert COST.unit([5e9])[1] == "GFLOPs"
     assert ACCURACY.difference({"mean": -1e-9, "low": None, "high": None}) == "0.00"
     assert (join_words(["a"]), join_words(["a", "b", "c"])) == ("a", "a, b and c")
     assert "a\\|b" in Table(["x"], [["a|b"]]).markdown()
@@ -334,26 +248,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.drawn
+@pytest.mark.parametrize("case", mostly_slow(CASES, "failed", "odd names", "no costs"))
 def test_picture_is_drawn(case):
-    import matplotlib.image
-
     image = matplotlib.image.imread(io.BytesIO(picture(CASES[case])), format="png")
     assert image.shape[1] > 1000
     assert image.std() > 0.01
 
 
-def test_importing_and_drawing_leave_matplotlib_alone():
-    script = """if True:
-        import harness.reports.figures, harness.reports.pages
-        import matplotlib
-        names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
-        before = {name: matplotlib.rcParams[name] for name in names}
-        from harness.reports.figures import Dot, metric_picture
-        metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
-        assert {name: matplotlib.rcParams[name] for name in names} == before
-    """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+@pytest.mark.drawn
+def test_drawing_leaves_matplotlib_alone():
+    before = dict(matplotlib.rcParams)
+    metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
+    assert dict(matplotlib.rcParams) == before
 
 
 # Files
@@ -365,12 +272,8 @@ def test_save_and_load(tmp_path):
     facts = json.loads(json.dumps(found.to_json()))
     assert {"format": 1, **load_results(tmp_path)} == facts
     assert Results.read(facts).to_json() == facts
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "report.html",
-        "results.json",
-        "results.md",
-        "results.png",
-    ]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["report.html", "results.json", "results.md", "results.png"]
 
 
 def test_results_json_is_written_last(tmp_path):
@@ -424,19 +327,15 @@ def test_missing_folder_is_the_systems_error(tmp_path):
         write_text(tmp_path / "no" / "x", "new")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no results.json in it"),
-        ("{", "a readable results.json of our experiments in it"),
-        ("", "a readable results.json of our experiments in it"),
-        ('{"experiment": NaN}', "it does not name its experiment"),
-        ("[1]", "a readable results.json of our experiments in it"),
-        ('{"a": 1}', "KeyError: 'experiment'"),
-        ('{"experiment": "kd"}', "format 1, which this version writes; it has no number"),
-        ('{"experiment": "kd", "format": 2}', "format 1, which this version writes; it has 2"),
-    ],
-)
+UNREADABLE = "a readable results.json of our experiments in it"
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (None, "there is no results.json in it"), ("{", UNREADABLE), ("", UNREADABLE), ("[1]", UNREADABLE),
+    ('{"experiment": NaN}', "it does not name its experiment"), ('{"a": 1}', "KeyError: 'experiment'"),
+    ('{"experiment": "kd"}', "format 1, which this version writes; it has no number"),
+    ('{"experiment": "kd", "format": 2}', "format 1, which this version writes; it has 2"),
+])  # fmt: skip
 def test_folders_of_others_are_refused(tmp_path, content, said):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
@@ -446,33 +345,20 @@ def test_folders_of_others_are_refused(tmp_path, content, said):
     assert "\n" not in str(caught.value)
 
 
-def test_unfinished_run_says_how_to_go_on(tmp_path):
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(BadInput, match=f"unfinished, go on with it by `--out {tmp_path} --resume true`"):
-        load_results(tmp_path)
-
-
-def test_missing_folder_and_file(tmp_path):
-    with pytest.raises(BadInput, match="no such folder"):
-        load_results(tmp_path / "no")
+@pytest.mark.parametrize(("run", "said"), [
+    ("unfinished", "unfinished, go on with it by `--out .*/unfinished --resume true`"),
+    ("no", "no such folder"), ("file", "this is a file"), ("", r"did you mean .*/t4"),
+])  # fmt: skip
+def test_what_is_no_run_is_told(tmp_path, run, said):
+    for name in ("unfinished", "t4"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "unfinished" / "config.yaml").touch()
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match="this is a file"):
-        load_results(tmp_path / "file")
-
-
-def test_a_folder_of_runs_names_them(tmp_path):
-    (tmp_path / "t4").mkdir()
-    save_results(tmp_path / "t4", results())
-    with pytest.raises(BadInput, match=f"did you mean {tmp_path / 't4'}"):
-        load_results(tmp_path)
-
-
-def test_other_experiments_are_loaded_too(tmp_path):
-    write_json(tmp_path / "results.json", {"format": FORMAT, "experiment": "pipeline", "rows": []})
-    assert load_results(tmp_path)["rows"] == []
+    write_json(tmp_path / "t4" / "results.json", {"format": FORMAT, "experiment": "pipeline", "rows": []})
+    with pytest.raises(BadInput, match=said):
+        load_results(tmp_path / run)
+    assert load_results(tmp_path / "t4")["rows"] == []
 
 
 def test_no_warning_without_spread():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert t_interval([0.5] * 4) == {"mean": 0.5, "low": None, "high": None}
+    assert t_interval([0.5] * 4) == {"mean": 0.5, "low": None, "high": None}

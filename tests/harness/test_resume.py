@@ -1,6 +1,5 @@
 """Killed at any moment and started again, a run ends as if nothing had happened."""
 
-import json
 import os
 import signal
 import time
@@ -14,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import kd
 from harness.reports import interactive
 from harness.runs import fit as stages
 from harness.runs import records, safepoints
+from harness.runs.folders import new_folder
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.safepoints import SafePoints
 from harness.studies import bakeoff, fits
 from strategies import DDP, FSDP, DataParallel
-from tests.figures import sketch
+from tests import commands
+from tests.commands import curves, kill_at, lasting, nets, results
 from tests.grids import mostly_slow
 from tests.processes import Run, launch
 from tests.training import assert_same, classifier, digits, trainer, weights
@@ -36,59 +34,17 @@ SMALL = [
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR",
     "--scheduler.step_size", "1", "--trainer.log_every_n_steps", "1",
 ]  # fmt: skip
-SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
-TIMES = {"step_ms", "fit_seconds", "students_fit_seconds"}
 
 
 def start(out: Path, *more: str, before: Callable[[], None] | None = None) -> Run:
-    def main() -> None:
-        Figure.draw = sketch  # type: ignore[method-assign]  # in the fixture, too
-        if before is not None:
-            before()
-        kd.main([*SMALL, "--out", str(out), *more])
-
-    return Run(main, log=out.with_suffix(".log"))
+    return commands.start(out, *SMALL, *more, before=before)
 
 
 def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
     """All weights, and the results without what is a time or says where the run is."""
-    weights = {}
-    for path in sorted(out.glob("seed*/*/weights.pt")):
-        weights |= {f"{path.parent.name}.{k}": v for k, v in torch.load(path, weights_only=True).items()}
-    assert {key.split(".")[0] for key in weights} == {
-        "teacher",
-        *json.loads((out / "results.json").read_text())["students"],
-    }
-
-    def timeless(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                k: timeless(v)
-                for k, v in value.items()
-                if k not in {*TIMES, "out", "resume", "devices", "checkpoint_every"}
-            }
-        return value
-
-    return weights, timeless(json.loads((out / "results.json").read_text())) | {"curves": curves(out)}
-
-
-MEASURED = {"cost/step_ms", "train/samples_per_sec", "train/peak_memory_mib"}  # values differ between runs, steps don't
-
-
-def curves(out: Path) -> dict[tuple[str, str], list[tuple[int, Any]]]:
-    """What TensorBoard shows but for times: steps and values by run and tag, each step once."""
-    found = {}
-    for folder in {path.parent for path in out.rglob("events.out.tfevents.*")}:
-        events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(SHOWN, 0))
-        events.Reload()
-        for kind, value in SHOWN.items():
-            for tag in events.Tags()[kind]:
-                points = [(event.step, getattr(event, value)) for event in getattr(events, kind.capitalize())(tag)]
-                points = [(step, tag in MEASURED or value) for step, value in points]
-                steps = [step for step, _ in points]
-                assert steps == sorted(set(steps)), (folder, tag, steps)
-                found[str(folder.relative_to(out)), tag] = points
-    return found
+    facts, weights = results(out), nets(out)
+    assert {key.partition(".")[0] for key in weights} == {f"seed3/{name}" for name in ("teacher", *facts["students"])}
+    return weights, lasting(facts) | {"curves": curves(out)}
 
 
 def trained_teacher(out: Path) -> Path:
@@ -110,41 +66,8 @@ def devices(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def undisturbed(devices: int, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], Any]:
     out = tmp_path_factory.mktemp("reference") / "run"
-    run = start(out, "--trainer.devices", str(devices))
-    assert run.wait() == 0, run.output
+    start(out, "--trainer.devices", str(devices)).check()
     return ended(out)
-
-
-def kill_at(owner: Any, name: str, call: int, after: bool = False, since: Path | None = None) -> Callable[[], None]:
-    """Have the main process killed at the n-th call of a function in rank zero, or right after it.
-
-    Calls count from when a file exists: those of each fit's ranks, which are forked afresh, count for themselves.
-    """
-
-    def arm() -> None:
-        main, function, torch_save, calls = os.getpid(), getattr(owner, name), torch.save, []
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if since is not None and not since.exists():
-                return function(*args, **kwargs)
-            calls.append(None)
-            if len(calls) == call and not after:
-                if function is torch_save:
-                    Path(args[1]).write_bytes(b"half a checkpoint")
-                die(main)
-            result = function(*args, **kwargs)
-            if len(calls) == call and after:
-                die(main)
-            return result
-
-        setattr(owner, name, counted)
-
-    def die(main: int) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            os.kill(main, signal.SIGKILL)
-        time.sleep(60)
-
-    return arm
 
 
 MOMENTS = {
@@ -174,11 +97,9 @@ def test_killed_at_any_moment_it_ends_the_same(
     flags = ["--trainer.devices", str(devices)]
     of_students = moment.startswith("students")
     since = trained_teacher(out) if of_students else None
-    killed = start(out, *flags, before=kill_at(*MOMENTS[moment], since=since))
-    assert killed.wait() == -signal.SIGKILL, killed.output
+    start(out, *flags, before=kill_at(*MOMENTS[moment], since=since)).check(-signal.SIGKILL)
     assert not of_students or (out / "seed3" / "students.ckpt").exists()
-    resumed = start(out, *flags, "--resume", "true")
-    assert resumed.wait() == 0, resumed.output
+    start(out, *flags, "--resume", "true").check()
     assert_same_end(out, undisturbed)
     assert [path.name for path in out.rglob("*.ckpt")] == ["students.ckpt"]
     assert not list(out.rglob("*.tmp"))
@@ -186,8 +107,8 @@ def test_killed_at_any_moment_it_ends_the_same(
 
 KEPT = {
     "a memory, parts, another net, peers": [
-        *("--zoo", "true", "--only", "ce", "crd", "simkd", "fitnet", "dkd", "a"), "--variants.a", "DML",
-        "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]",
+        *("--zoo", "true", "--only", "ce", "crd", "simkd", "fitnet", "dkd", "a"),
+        *("--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"),
     ],
     "hidden labels": ["--data.labelled", "20"],
 }  # fmt: skip
@@ -196,43 +117,35 @@ KEPT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT)
 def test_what_methods_keep_survives_a_kill(kept: str, tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", *KEPT[kept])
-    assert whole.wait() == 0, whole.output
+    start(tmp_path / "whole", *KEPT[kept]).check()
     out, in_mid_epoch = tmp_path / "run", MOMENTS["students, in mid-epoch"]
-    killed = start(out, *KEPT[kept], before=kill_at(*in_mid_epoch, since=trained_teacher(out)))
-    assert killed.wait() == -signal.SIGKILL, killed.output
+    start(out, *KEPT[kept], before=kill_at(*in_mid_epoch, since=trained_teacher(out))).check(-signal.SIGKILL)
     assert (out / "seed3" / "students.ckpt").exists()
-    resumed = start(out, *KEPT[kept], "--resume", "true")
-    assert resumed.wait() == 0, resumed.output
+    start(out, *KEPT[kept], "--resume", "true").check()
     assert_same_end(out, ended(tmp_path / "whole"))
 
 
 @pytest.mark.slow
 def test_a_run_that_accumulates_gradients_goes_on_between_steps(tmp_path: Path) -> None:
     flags = ["--trainer.accumulate_grad_batches", "2"]
-    whole = start(tmp_path / "whole", *flags)
-    assert whole.wait() == 0, whole.output
-    killed = start(tmp_path / "run", *flags, before=kill_at(SafePoints, "on_train_batch_start", 6, after=True))
-    assert killed.wait() == -signal.SIGKILL
-    resumed = start(tmp_path / "run", "--resume", "true")
-    assert resumed.wait() == 0, resumed.output
+    start(tmp_path / "whole", *flags).check()
+    killed = kill_at(SafePoints, "on_train_batch_start", 6, after=True)
+    start(tmp_path / "run", *flags, before=killed).check(-signal.SIGKILL)
+    start(tmp_path / "run", "--resume", "true").check()
     assert_same_end(tmp_path / "run", ended(tmp_path / "whole"))
 
 
 @pytest.mark.slow
 def test_exact_runs_go_on_with_the_same_bits_on_other_numbers_of_processes(tmp_path: Path) -> None:
     exact, out = ["--exact", "8", "--data.augment", "true"], tmp_path / "run"
-    whole = start(tmp_path / "whole", *exact)
-    assert whole.wait() == 0, whole.output
+    start(tmp_path / "whole", *exact).check()
     # On 8 processes in the teacher's second epoch, then on 3 in the students' last one: of the teacher 5 batches are
     # left then, and the ranks of each fit count for themselves.
     for devices, call, resume in ((8, 5, "false"), (3, 8, "true")):
         flags = ["--trainer.devices", str(devices), "--resume", resume, *(exact if resume == "false" else [])]
-        killed = start(out, *flags, before=kill_at(SafePoints, "on_train_batch_start", call, after=True))
-        assert killed.wait() == -signal.SIGKILL, killed.output
+        start(out, *flags, before=kill_at(SafePoints, "on_train_batch_start", call, after=True)).check(-signal.SIGKILL)
     assert (out / "seed3" / "students.ckpt").exists()
-    last = start(out, "--trainer.devices", "1", "--resume", "true")
-    assert last.wait() == 0, last.output
+    start(out, "--trainer.devices", "1", "--resume", "true").check()
     assert_same_end(out, ended(tmp_path / "whole"))
 
 
@@ -260,35 +173,33 @@ def test_a_signal_saves_first_and_says_how_to_go_on(
         SafePoints.on_train_batch_start = counted  # type: ignore[method-assign]
 
     flags = ["--trainer.devices", str(devices), "--checkpoint_every", "1000"]
-    stopped = start(out, *flags, before=arm)
-    assert stopped.wait() == 128 + signum, stopped.output
-    assert f"--out {out} --resume true" in stopped.output
-    assert "Traceback" not in stopped.output
+    output = start(out, *flags, before=arm).check(128 + signum)
+    assert f"--out {out} --resume true" in output
+    assert "Traceback" not in output
     state = safepoints.read(out / "seed3" / "teacher.ckpt")
     assert state["global_step"] == 4  # nothing is repeated
-    resumed = start(out, *flags, "--resume", "true")
-    assert resumed.wait() == 0, resumed.output
+    start(out, *flags, "--resume", "true").check()
     assert_same_end(out, undisturbed)
 
 
 def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert start(out).wait() == 0
-    before = {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in out.rglob("weights.pt")}
 
     def arm() -> None:
         stages.Trainer.fit = None  # type: ignore[method-assign, assignment]
 
-    again = start(out, "--resume", "true", before=arm)
-    assert again.wait() == 0, again.output
-    assert before == {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
-    said = again.output
-    refused = start(out)
-    assert refused.wait() == 2
-    assert refused.output.removeprefix(said).splitlines()[-1].startswith(f"error: --out {out}: expected a new folder")
-    assert refused.output.count("\n") - said.count("\n") == 2  # what would run, and why not
-    assert start(out, "--overwrite", "true").wait() == 0
-    assert before != {p: p.stat().st_mtime_ns for p in out.rglob("weights.pt")}
+    start(out).check()
+    before = written()
+    said = start(out, "--resume", "true", before=arm).check()
+    assert before == written()
+    refused = start(out).check(2).removeprefix(said).splitlines()
+    assert len(refused) == 2  # what would run, and why not
+    assert refused[-1].startswith(f"error: --out {out}: expected a new folder")
+    start(out, "--overwrite", "true").check()
+    assert before != written()
 
 
 def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
@@ -301,11 +212,9 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     first = start(out, before=slow)
     while not (out / ".pid").exists():
         time.sleep(0.05)
-    second = start(out, "--resume", "true")
-    assert second.wait() == 2
-    assert f"process {first.process.pid} works in it" in second.output
+    assert f"process {first.process.pid} works in it" in start(out, "--resume", "true").check(2)
     os.kill(first.process.pid, signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
+    first.check(-signal.SIGKILL)
 
 
 def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
@@ -361,8 +270,6 @@ def test_checkpoints_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pyte
 def test_without_out_each_invocation_has_a_folder_and_its_processes_share_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.runs.folders import new_folder
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("APPRENTICE_OUT_KD", raising=False)
     first = new_folder("kd")

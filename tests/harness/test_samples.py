@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from harness.reports import samples
 from harness.reports.results import Results, combine_student
@@ -15,9 +14,8 @@ from harness.reports.uncertainty import crossed_interval
 from harness.runs.records import Failure, NetRecord
 from lit_modules.tasks import ACCURACY, BITS
 from tests import bake_off_facts
-from tests.commands import results
-from tests.figures import sketch
-from tests.processes import Run
+from tests.commands import results, start
+from tests.figures import drawn
 
 MEANS = ("test_ece", "test_kl", "test_agreement")
 KEPT = ("test_right", "test_predicted", *MEANS)
@@ -34,14 +32,7 @@ TEXT = [
 
 
 def study(out: Path, *flags: str) -> Any:
-    from experiments import kd
-
-    def main() -> None:
-        Figure.draw = sketch  # type: ignore[method-assign]
-        kd.main([*flags, "--out", str(out)])
-
-    run = Run(main, log=out.with_suffix(".log"))
-    assert run.wait() == 0, run.output
+    start(out, *flags).check()
     assert not list(out.rglob("*.samples"))
     return results(out)
 
@@ -49,7 +40,8 @@ def study(out: Path, *flags: str) -> Any:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
-    study(out, *SMALL)
+    with drawn():
+        study(out, *SMALL)
     return out
 
 
@@ -58,18 +50,15 @@ def test_their_sum_is_what_was_counted(one: Path) -> None:
     for entry in (found["teacher"], *found["students"].values()):
         right = [samples.unpack(stored, 101) for stored in entry["test_right"]]
         predicted = [samples.unpack_classes(stored) for stored in entry["test_predicted"]]
-        assert [np.flatnonzero(each).tolist() for each in right] == [
-            np.flatnonzero(each == samples.labels(Results.read(found))).tolist() for each in predicted
-        ]
+        labels = samples.labels(Results.read(found))
+        assert [(each != 0).tolist() for each in right] == [(each == labels).tolist() for each in predicted]
         assert [int(each.sum()) for each in right] == entry["test_correct"]
 
 
 def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
     found = results(one)
-    ce, kd = (
-        np.stack([samples.unpack(stored, 101) for stored in found["students"][name]["test_right"]])
-        for name in ("ce", "kd")
-    )
+    right = (found["students"][name]["test_right"] for name in ("ce", "kd"))
+    ce, kd = (np.stack([samples.unpack(stored, 101) for stored in seeds]) for seeds in right)
     interval = crossed_interval(kd - ce)
     assert interval["mean"] == pytest.approx(found["students"]["kd"]["delta_vs_ce"]["mean"])
     assert ACCURACY.difference(interval) in (one / "results.md").read_text()
@@ -79,7 +68,7 @@ def test_a_run_has_its_report(one: Path) -> None:
     page = (one / "report.html").read_text("utf-8")
     for said in ("Curves", "Fidelity and calibration", "most confused test samples", "kd.py --data.train_size 150"):
         assert said in page
-    assert page.count('src="data:image/png') == 2  # results.png, and the most confused images
+    assert page.count('src="data:image/png') == 5  # results.png, a matrix for each net, the most confused images
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""What TensorBoard shows at first sight: columns and their order, charts, runs of methods, readable pictures."""
+"""What TensorBoard shows is what was trained: curves, columns and their order, charts, readable pictures."""
 
 import json
 import math
+import os
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,28 +15,21 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from experiments import gpt, kd
 from harness.runs.tensorboard import BANDS, RunsLogger, confusion_figure
+from tests.grids import mostly_slow
+from tests.training import assert_same
 
 STUDENTS = ("ce", "kd")
-
-
-def flags(out: Path, *more: str) -> list[str]:
-    quick = [
-        "--teacher",
-        "LightNN",
-        "--only",
-        *STUDENTS,
-        "--trainer.max_epochs",
-        "2",
-        "--trainer.log_every_n_steps",
-        "5",
-    ]
-    return [*quick, "--data.train_size", "300", "--out", str(out), *more]
+NETS = ("teacher", *STUDENTS)
+QUICK = [
+    "--teacher", "LightNN", "--only", *STUDENTS, "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "5",
+    "--data.train_size", "300", "--variants.kd.temperature", "4",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorboard") / "run"
-    kd.main(flags(folder, "--seeds", "2"))
+    kd.main([*QUICK, "--seeds", "2", "--out", str(folder)])
     return folder
 
 
@@ -72,30 +66,61 @@ def test_charts_survive_a_stop_before_the_first_value(tmp_path: Path) -> None:
     assert [event.step for event in events(tmp_path / "ce").Scalars("val/acc")] == [4, 6]
 
 
+def test_the_same_tags_for_teacher_and_students(out: Path) -> None:
+    common = {"train/loss", "train/acc", "train/loss_epoch", "train/acc_epoch", "val/loss", "val/acc", "test/loss"}
+    common |= {"test/acc", "test/correct", "cost/parameters", "cost/train_flops", "cost/step_ms"}
+    common |= {f"test_class_acc/{i}" for i in range(10)}
+    runs = {name: events(out / "seed0" / name) for name in NETS}
+    for name, run in runs.items():
+        assert common <= {*run.Tags()["scalars"]}, name
+        assert run.Tags()["images"] == ["test/confusion"]
+    kd_run = runs["kd"]
+    assert [event.step for event in kd_run.Scalars("train/loss")] == [4]
+    assert [event.step for event in kd_run.Scalars("val/acc")] == [2, 5]
+    for loss, kd_term, ce in zip(*(kd_run.Scalars(f"train/{tag}") for tag in ("loss", "kd", "ce")), strict=True):
+        assert loss.value == pytest.approx(0.25 * kd_term.value + 0.75 * ce.value, rel=1e-5)
+
+
 def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) -> None:
-    for name in ("teacher", *STUDENTS):
+    results = json.loads((out / "results.json").read_text())
+    for name in NETS:
         folder = out / "seed1" / name
         costs = ["cost/parameters", "cost/step_ms", "cost/train_flops"]
         assert shown(folder) == ["acc", "net", "objective", "seed", "training", "test/loss", *costs]
         row = hparams(folder, "session_start_info").hparams
-        results = json.loads((out / "results.json").read_text())
         facts = results["teacher"] if name == "teacher" else results["students"][name]
         assert row["acc"].number_value == facts["test_acc"][1]
-        assert row["seed"].string_value == "1"
+        assert (row["seed"].string_value, row["net"].string_value) == ("1", "LightNN")
         assert row["training"].string_value == (
             "Adam(lr=0.001), Digits(batch_size=128, train_size=300), 2 epochs, auto, devices auto, 32-true"
         )
         assert (row["lr"].number_value, row["epochs"].number_value, row["batch_size"].number_value) == (0.001, 2, 128)
+        run = events(folder)
+        assert "_hparams_/session_end_info" in run.summary_metadata
+        told = {"test/acc": facts["test_acc"][1]} | {f"cost/{key}": facts[key] for key in ("parameters", "train_flops")}
+        assert {tag: run.Scalars(tag)[-1].value for tag in told} == pytest.approx(told, rel=1e-6)
+    options = "temperature=4, kd_weight=0.25, ce_weight=0.75, standardize=False, teacher_entropy=False"
+    assert row["objective"].string_value == f"Hinton({options})"
+    assert (row["temperature"].number_value, row["kd_weight"].number_value) == (4, 0.25)
+
+
+def test_a_run_that_goes_on_within_the_second_is_read_in_order(tmp_path: Path) -> None:
+    for resumed_at in (0, 2):
+        for file in (tmp_path / "ce").glob("*"):
+            file.rename(str(file).replace(f".{os.getpid()}.", ".killed."))  # which sorts after any process
+        logger = RunsLogger(tmp_path, ["ce"], "ce", resumed_at)
+        for step in range(resumed_at, 4):
+            logger.log_metrics({"ce/train/loss": 1.0}, step)
+        logger.finalize("success")
+    assert [event.step for event in events(tmp_path / "ce").Scalars("train/loss")] == [0, 1, 2, 3]
 
 
 def test_all_rows_have_the_columns_of_all_objectives(out: Path) -> None:
-    found = [{i.name for i in hparams(out / "seed0" / name, "experiment").hparam_infos} for name in ("teacher", "kd")]
-    assert found[0] == found[1]
-    assert {"temperature", "kd_weight", "hint_weight", "strategy", "precision", "exact", "optimizer"} <= found[0]
-    lists = [
-        info for info in hparams(out / "seed0" / "kd", "experiment").hparam_infos if info.HasField("domain_discrete")
-    ]
-    assert not lists  # which would hide the rows of other experiments
+    teacher, student = (hparams(out / "seed0" / name, "experiment").hparam_infos for name in ("teacher", "kd"))
+    columns = {info.name for info in teacher}
+    assert columns == {info.name for info in student}
+    assert {"temperature", "kd_weight", "hint_weight", "strategy", "precision", "exact", "optimizer"} <= columns
+    assert not any(info.HasField("domain_discrete") for info in student)  # which would hide rows of other experiments
 
 
 def test_a_chart_shows_all_runs(out: Path) -> None:
@@ -118,21 +143,16 @@ def test_what_students_share_is_a_run_of_its_own(out: Path) -> None:
 
 
 def test_a_method_is_the_mean_of_its_seeds_with_their_range(out: Path) -> None:
-    for name in ("teacher", *STUDENTS):
+    for name in NETS:
         method, seeds = events(out / "mean" / name), [events(out / f"seed{seed}" / name) for seed in (0, 1)]
         tags = {tag for tag in seeds[0].Tags()["scalars"] if not tag.startswith("test_class_acc")}
         bands = {band for tag in ("train/loss", "val/loss", "val/acc") for band in BANDS[tag]}
         assert set(method.Tags()["scalars"]) == tags | bands
         for tag in tags:
-            values = [[event.value for event in run.Scalars(tag)] for run in seeds]
-            assert [event.value for event in method.Scalars(tag)] == pytest.approx(
-                [*map(mean, zip(*values, strict=True))]
-            )
+            columns = [*zip(*([event.value for event in run.Scalars(tag)] for run in seeds), strict=True)]
             assert [event.step for event in method.Scalars(tag)] == [event.step for event in seeds[0].Scalars(tag)]
-            for band, of in zip(BANDS.get(tag, ()), (mean, min, max), strict=False):
-                assert [event.value for event in method.Scalars(band)] == pytest.approx(
-                    [*map(of, zip(*values, strict=True))]
-                )
+            for band, of in zip((tag, *BANDS.get(tag, ())), (mean, mean, min, max), strict=False):
+                assert [event.value for event in method.Scalars(band)] == pytest.approx([*map(of, columns)])
 
 
 def test_methods_are_the_first_runs_that_get_a_colour(out: Path) -> None:
@@ -141,12 +161,12 @@ def test_methods_are_the_first_runs_that_get_a_colour(out: Path) -> None:
 
 
 def test_one_seed_has_no_mean_and_no_logger_writes_nothing(tmp_path: Path) -> None:
-    kd.main(flags(tmp_path / "one", "--seeds", "1", "--trainer.max_epochs", "1"))
+    for name, flags in {"one": ["--seeds", "1"], "none": ["--seeds", "2", "--trainer.logger", "false"]}.items():
+        kd.main([*QUICK, *flags, "--trainer.max_epochs", "1", "--out", str(tmp_path / name)])
     assert not (tmp_path / "one" / "mean").exists()
-    kd.main(flags(tmp_path / "none", "--seeds", "2", "--trainer.max_epochs", "1", "--trainer.logger", "false"))
     assert not [*(tmp_path / "none").rglob("events*"), *(tmp_path / "none").rglob("mean")]
-    weights = [torch.load(tmp_path / run / "seed0" / "kd" / "weights.pt") for run in ("one", "none")]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    one, none = (torch.load(tmp_path / run / "seed0" / "kd" / "weights.pt") for run in ("one", "none"))
+    assert_same(one, none)
 
 
 def test_a_language_models_row_begins_with_its_bits(tmp_path: Path) -> None:
@@ -167,7 +187,8 @@ def test_a_language_models_row_begins_with_its_bits(tmp_path: Path) -> None:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("classes", "least", "most"), [(2, 350, 350), (10, 350, 350), (100, 1200, 1300), (1000, 1, 1600)]
+    ("classes", "least", "most"),
+    mostly_slow([(2, 350, 350), (10, 350, 350), (100, 1200, 1300), (1000, 1, 1600)], (10, 350, 350)),
 )
 def test_ten_classes_fill_the_width_at_which_pictures_are_shown(classes: int, least: int, most: int) -> None:
     figure = confusion_figure(torch.eye(classes, dtype=torch.int64) * 1000, [f"class {i}" for i in range(classes)])
@@ -179,9 +200,7 @@ def test_ten_classes_fill_the_width_at_which_pictures_are_shown(classes: int, le
     figure.draw_without_rendering()
     if classes == 10:
         boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-        cell = (
-            math.hypot(*(figure.axes[0].transData.transform((1, 1)) - figure.axes[0].transData.transform((0, 0))))
-            / 2**0.5
-        )
+        (x, y), (x0, y0) = figure.axes[0].transData.transform([(1, 1), (0, 0)])
+        cell = math.hypot(x - x0, y - y0) / 2**0.5
         assert all(box.width < 1.1 * cell for box in boxes)
         assert all(box.height > 7 for box in boxes)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from datamodules import Digits, InMemoryData, Text
@@ -23,12 +22,9 @@ from harness.runs.session import session
 from harness.studies import bakeoff, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
-from tests.commands import results
-from tests.figures import sketch
+from tests.commands import Refusal, kill_at, lasting, nets, results, start
 from tests.grids import mostly_slow
-from tests.harness.test_resume import kill_at
 from tests.language import written
-from tests.processes import Run
 from tests.training import assert_same
 
 SMALL = [
@@ -36,47 +32,18 @@ SMALL = [
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9",
 ]  # fmt: skip
 TUNED = [*SMALL, "--only", "ce", "hint", "--tune", "3", "--tune_seeds", "[7,8]"]
-RATES = [
-    "--scheduler",
-    "CosineAnnealingLR",
-    "--scheduler.T_max",
-    "3",
-    "--optimizer",
-    "SGD",
-    "--optimizer.momentum",
-    "0.9",
-]
-SPENT = {"fit_seconds", "students_fit_seconds", "teacher_fit_seconds", "step_ms"}
-SPENT |= {"teacher_samples", "teacher_samples_alone"}
-OF_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
-
-
-def study(out: Path, flags: Sequence[str], before: Any = None) -> Run:
-    def main() -> None:
-        Figure.draw = sketch  # type: ignore[method-assign]
-        if before is not None:
-            before()
-        kd.main([*flags, "--out", str(out)])
-
-    return Run(main, log=out.with_suffix(".log"))
+RATES = ["--scheduler", "CosineAnnealingLR", "--scheduler.T_max", "3"]
+RATES += ["--optimizer", "SGD", "--optimizer.momentum", "0.9"]
 
 
 def finished(out: Path, *flags: str) -> Path:
-    run = study(out, flags)
-    assert run.wait() == 0, run.output
+    start(out, *flags).check()
     return out
 
 
-def ended(out: Path) -> tuple[dict[str, Any], Any]:
+def ended(out: Path) -> tuple[dict[str, Tensor], Any]:
     """The nets of the table, and the results without what a call has spent."""
-
-    def kept(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: kept(each) for name, each in value.items() if name not in SPENT | OF_CALL}
-
-    nets = {path.parent.name: torch.load(path) for path in sorted(out.glob("seed*/*/weights.pt"))}
-    return {f"{name}.{key}": x for name, state in nets.items() for key, x in state.items()}, kept(results(out))
+    return nets(out), lasting(results(out), "teacher_samples", "teacher_samples_alone")
 
 
 def assert_ends_as(out: Path, other: Path) -> None:
@@ -95,49 +62,45 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_method_has_the_same_budget_and_its_best_setting_is_in_the_table(whole: Path) -> None:
-    found, cost = results(whole)["tuning"], results(whole)["tuning_cost"]
-    assert found.keys() == {"ce", "hint"}
-    for entry in found.values():
+    facts = results(whole)
+    tuned, cost = facts["tuning"], facts["tuning_cost"]
+    assert tuned.keys() == {"ce", "hint"}
+    for entry in tuned.values():
         ends = [setting["epochs"] for setting in entry["settings"]]
         assert sorted(ends) == [1, 2, 3]  # 3 settings, 2 of them after an epoch, 1 after two
         assert entry["chosen"] == ends.index(3)
         assert [len(setting["validation"]) for setting in entry["settings"]] == [2, 2, 2]
         given = entry["settings"][0]["options"]
-        assert given["optimizer.lr"] == 0.001
-        assert given["optimizer.weight_decay"] == 0
-    assert found["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
+        assert (given["optimizer.lr"], given["optimizer.weight_decay"]) == (0.001, 0)
+    assert tuned["hint"]["settings"][0]["options"]["hint_weight"] == 0.25
     assert set(cost["student_epochs"].values()) == {2 * (1 + 2 + 3)}  # of two seeds
-    images = results(whole)["data"]["train"]
+    images = facts["data"]["train"]
     assert cost["teacher_samples"] == 2 * 3 * images  # of two seeds, stored again at each of three rungs
     assert cost["teacher_samples_alone"] == 2 * 3 * images  # stored once for each of hint's three settings; ce has none
     assert cost["teacher_epochs"] == 2 * 3  # one for each of the two seeds
     assert cost["teacher_fit_seconds"] > 0
     page = (whole / "results.md").read_text()
-    assert "## Tuning" in page
-    assert "seeds 7 and 8, not in the table; after 1 and 2 of 3 epochs the better half of each went on." in page
-    assert ", and 6 epochs of its teachers in " in page
+    chosen = tuned["hint"]["settings"][tuned["hint"]["chosen"]]["options"]
+    for said in (
+        "## Tuning", "seeds 7 and 8, not in the table; after 1 and 2 of 3 epochs the better half of each went on.",
+        ", and 6 epochs of its teachers in ", f"- hint: Hint(hint_weight={chosen['hint_weight']}, ",
+        f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n",
+        "best of 3, so it is too good: of 3 equal settings the best is expected 0.85 standard deviations",
+    ):  # fmt: skip
+        assert said in page
     assert " 1 epochs" not in page
-    chosen = found["hint"]["settings"][found["hint"]["chosen"]]["options"]
-    assert f"- hint: Hint(hint_weight={chosen['hint_weight']}, " in page
-    assert (
-        f"), optimizer.lr {chosen['optimizer.lr']}, optimizer.weight_decay {chosen['optimizer.weight_decay']}\n" in page
-    )
-    assert "best of 3, so it is too good: of 3 equal settings the best is expected 0.85 standard deviations" in page
-    tuned = results(whole)["students"]["hint"]["epochs"][0][-1]["val/acc"]
-    assert any(line.startswith("| hint |") and f" epochs | {100 * tuned:.2f} | " in line for line in page.split("\n"))
+    score = 100 * facts["students"]["hint"]["epochs"][0][-1]["val/acc"]
+    assert any(line.startswith("| hint |") and f" epochs | {score:.2f} | " in line for line in page.split("\n"))
     assert (whole / "tuning.png").stat().st_size > 0
 
 
 def test_the_chosen_setting_is_what_the_table_s_students_learn_by(whole: Path) -> None:
     for name, entry in results(whole)["tuning"].items():
         chosen = entry["settings"][entry["chosen"]]["options"]
-        rate = chosen["optimizer.lr"]
-        flags = [f"--variants.{name}.{option}={value}" for option, value in chosen.items() if "." not in option]
-        flags += [f"--optimizer.lr={rate}", f"--optimizer.weight_decay={chosen['optimizer.weight_decay']}"]
+        flags = [f"--{'' if '.' in key else f'variants.{name}.'}{key}={value}" for key, value in chosen.items()]
         teacher = ["--teacher_ckpt", str(whole / "seed3" / "teacher" / "weights.pt")]
         alone = finished(whole.parent / name, *SMALL, "--only", name, *flags, *teacher)
-        nets = (torch.load(out / "seed3" / name / "weights.pt") for out in (alone, whole))
-        assert_same(*nets)
+        assert_same(nets(alone, f"seed3/{name}"), nets(whole, f"seed3/{name}"))
 
 
 class Counted(Split):
@@ -190,7 +153,6 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
 
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
     monkeypatch.setattr(bakeoff, "combine", at("tested", bakeoff.combine))
-    monkeypatch.setattr(Figure, "draw", sketch)
     text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
     chosen = ["--data", f"{__name__}.{data}", *text]
     kd.main([*flags, "--tune_seeds", "1", *chosen, "--out", str(tmp_path / "run")])
@@ -241,15 +203,13 @@ SURVIVORS["parts on 2 processes"] = [*SURVIVORS["parts"], "--trainer.devices", "
 
 @pytest.mark.parametrize("kind", mostly_slow(SURVIVORS, "Adam", "SGD and a schedule", "hidden labels"))
 def test_a_survivor_has_the_bits_of_its_setting_alone(kind: str, tmp_path: Path) -> None:
-    def main() -> None:
-        flags = [*SMALL, "--tune", "4", "--tune_seeds", "[7]", *SURVIVORS[kind], "--out", str(tmp_path / "run")]
+    def main(flags: Sequence[str]) -> None:
         with session("kd", kd.parser(), flags) as made, made.folder():
             bake_off = kd.KD(made)
             bake_off.check()
             assert_survivors_are_as_alone(tuning.Tuning(bake_off))
 
-    forked = Run(main, log=tmp_path / "log")
-    assert forked.wait() == 0, forked.output
+    start(tmp_path / "run", *SMALL, "--tune", "4", "--tune_seeds", "[7]", *SURVIVORS[kind], main=main).check()
 
 
 def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
@@ -261,29 +221,20 @@ def assert_survivors_are_as_alone(search: tuning.Tuning) -> None:
         inner.fit(FitPlan(7, f"students-{row}", (arm,), 3, keeps_checkpoint=True, tested=False))
         whole = safepoints.read(folder / f"students-{row}.ckpt")
         mine = f"students.{arm.name}."
-        ours = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
-        assert_same(ours, whole["state_dict"])
-        place = list(alive).index(row)
-        group, (only,) = (
-            together["optimizer_states"][0]["param_groups"][place],
-            whole["optimizer_states"][0]["param_groups"],
-        )
+        own = {key: value for key, value in together["state_dict"].items() if key.startswith(mine)}
+        assert_same(own, whole["state_dict"])
+        state, alone_state = (checkpoint["optimizer_states"][0] for checkpoint in (together, whole))
+        group, (only,) = state["param_groups"][list(alive).index(row)], alone_state["param_groups"]
         assert {**group, "params": []} == {**only, "params": []}
-        for old, new in zip(group["params"], only["params"], strict=True):
-            assert_same(
-                *(
-                    {k: torch.as_tensor(v) for k, v in state.items() if v is not None}
-                    for state in (
-                        together["optimizer_states"][0]["state"].get(old, {}),
-                        whole["optimizer_states"][0]["state"].get(new, {}),
-                    )
-                )
-            )
+        for ours, theirs in zip(group["params"], only["params"], strict=True):
+            moments = (state["state"].get(ours, {}), alone_state["state"].get(theirs, {}))
+            assert_same(*({key: torch.as_tensor(x) for key, x in of.items() if x is not None} for of in moments))
         alone = json.loads((folder / f"students-{row}.json").read_text())
         assert alone["nets"][arm.name]["epochs"] == search._last_records(7)[arm.name].epochs
 
 
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
 def test_exact_tuning_has_the_same_bits_on_several_processes(devices: int, tmp_path: Path) -> None:
     exact = [*TUNED, "--exact", "3", "--data.augment", "true", "--tune_seeds", "1"]
     outs = [finished(tmp_path / str(count), *exact, "--trainer.devices", str(count)) for count in (1, devices)]
@@ -326,10 +277,9 @@ def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_pa
     out, ranks = tmp_path / "run", ["--trainer.devices", str(devices)]
     if devices > 1:
         whole = finished(tmp_path / "whole", *TUNED, *ranks)
-    for number, (phase, (owner, name, call, after, *since)) in enumerate(PHASES.items()):
+    for number, (owner, name, call, after, *since) in enumerate(PHASES.values()):
         arm = kill_at(owner, name, call, after, since=out / "tuning" / since[0] if since else None)
-        killed = study(out, [*TUNED, *ranks, "--resume", "true"] if number else [*TUNED, *ranks], before=arm)
-        assert killed.wait() == -signal.SIGKILL, (phase, killed.output)
+        start(out, *TUNED, *ranks, *(["--resume", "true"] if number else []), before=arm).check(-signal.SIGKILL)
     finished(out, "--resume", "true")
     assert_ends_as(out, whole)
     costs = (results(each)["tuning_cost"] for each in (out, whole))
@@ -340,32 +290,14 @@ def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_pa
 # What is refused
 
 
-def test_a_tuned_run_keeps_its_epochs(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kd.main(["--out", str(whole), "--resume", "true", "--trainer.max_epochs", "4"])
-    assert "--trainer.max_epochs 4: expected 3, for which settings were searched" in capsys.readouterr().err
+def test_a_tuned_run_keeps_its_epochs(whole: Path, refusal: Refusal) -> None:
+    line = refusal(kd.main, "--out", whole, "--resume", "true", "--trainer.max_epochs", "4")
+    assert line.startswith("--trainer.max_epochs 4: expected 3, for which settings were searched")
     assert "max_epochs: 3\n" in (whole / "config.yaml").read_text()  # or no call could go on with the run
 
 
-def test_options_of_a_tuned_run_are_checked_with_the_run_s_own(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error(*flags: str, out: Path = whole) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            kd.main(["--out", str(out), "--resume", "true", *flags])
-        return capsys.readouterr().err
-
-    assert error("--tune_wave", "1").startswith(
-        f"error: --tune_wave 1: expected no --tune_wave, as the search in {whole} began"
-    )
-    assert error("--tune_seeds", "1").startswith("error: --tune_seeds 1: expected [7, 8], as the run in ")
-    assert error("--tune_wave", "0") == "error: --tune_wave 0: expected a number of settings, at least 1\n"
-    kd.parser().parse(["--out", str(whole), "--resume", "true", "--tune_seeds", "[7,8]", "--tune_optimizer", "true"])
-    untuned = tmp_path / "untuned"
-    untuned.mkdir()
-    made = kd.parser()
-    (untuned / "config.yaml").write_text(made.dump(made.parse(SMALL), ["out", "resume", "overwrite", "list_layers"]))
-    said = error("--tune", "2", out=untuned)
-    assert said.startswith(f"error: --tune 2: expected no --tune, as the run in {untuned} was started; leave it out")
-    assert error("--tune_wave", "2", out=untuned) == "error: --tune_wave 2: expected --tune N beside it\n"
+def test_options_of_a_tuned_run_are_checked_with_the_run_s_own(whole: Path, refusal: Refusal) -> None:
+    resumed = ["--out", str(whole), "--resume", "true"]
+    line = refusal(kd.main, *resumed, "--tune_wave", "1")
+    assert line.startswith(f"--tune_wave 1: expected no --tune_wave, as the search in {whole} began")
+    kd.parser().parse([*resumed, "--tune_seeds", "[7,8]", "--tune_optimizer", "true"])

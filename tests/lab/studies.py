@@ -35,6 +35,12 @@ def run_of(script: ModuleType, *flags: str) -> Any:
     return run
 
 
+def exit_code(script: ModuleType, *flags: str) -> Any:
+    with pytest.raises(SystemExit) as stop:
+        script.main([*flags])
+    return stop.value.code
+
+
 class StudyTests:
     """Tests of any study; a module that inherits them has a fixture `run`."""
 
@@ -70,9 +76,7 @@ class StudyTests:
         file = (run / "results.json").read_bytes()
         refusals = {("--resume", "true", flag, value): f"{flag} {value}: expected {expected}"}
         for flags, said in (refusals | {(): "--resume true, --overwrite true"}).items():
-            with pytest.raises(SystemExit) as stop:
-                self.script.main(["--out", str(run), *flags])
-            assert stop.value.code == 2
+            assert exit_code(self.script, "--out", str(run), *flags) == 2
             assert said in capsys.readouterr().err
         assert (run / "results.json").read_bytes() == file
 

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_rows_of_a_gpu() -> None:
     config = attention.parser().parse([])
-    found = all_cases(config, "cuda")
-    assert len({row.name for row in found}) == len(found)
-    assert {row.part for row in found} == set(PARTS)
-    assert {row.length for row in found if row.part == "kernels"} == {2**n for n in range(7, 15)}
-    assert all(row.batch * row.length == 2**14 for row in found if row.part in {"kernels", "blocks"})
-    shapes = {row.tutorial_us: row for row in found if row.tutorial_us is not None}
+    cases = all_cases(config, "cuda")
+    assert len({row.name for row in cases}) == len(cases)
+    assert {row.part for row in cases} == set(PARTS)
+    assert {row.length for row in cases if row.part == "kernels"} == {2**n for n in range(7, 15)}
+    assert all(row.batch * row.length == 2**14 for row in cases if row.part in {"kernels", "blocks"})
+    shapes = {row.tutorial_us: row for row in cases if row.tutorial_us is not None}
     assert set(shapes) == {19_254, 4_143, 2_263, 939, 560, 407.8, 521.2}
     assert {(row.batch, row.dtype, row.causal) for row in shapes.values()} == {(32, "float16", False)}
     assert {(shapes[us].heads, shapes[us].length, shapes[us].head_dim) for us in (19_254, 4_143, 2_263)} == {
@@ -114,13 +114,13 @@ def test_tables_name_the_fastest_and_group_refusals() -> None:
         timed = {"microseconds": us, "kernel": backend, "tflops_per_second": 0.5, "share_of_peak": 0.25}
         return facts if us is None else facts | timed
 
-    found = [
+    timed_rows = [
         fact("math", 400.0),
         fact("flash", 100.0),
         fact("cudnn", None, "No GPU."),
         fact("efficient", None, "No GPU."),
     ]
-    shown = kernels(found)
-    assert shown.header[3:] == ["µs: math", "flash", "fastest", "TFLOP/s", "share, %"]
-    assert shown.rows == [["float32", "forward", "4 x 512", "400", "100", "flash", "0.500", "25"]]
-    assert refusals(found) == ["Not run: kernels: cudnn and kernels: efficient in float32, 2 rows: No GPU."]
+    fastest = kernels(timed_rows)
+    assert fastest.header[3:] == ["µs: math", "flash", "fastest", "TFLOP/s", "share, %"]
+    assert fastest.rows == [["float32", "forward", "4 x 512", "400", "100", "flash", "0.500", "25"]]
+    assert refusals(timed_rows) == ["Not run: kernels: cudnn and kernels: efficient in float32, 2 rows: No GPU."]

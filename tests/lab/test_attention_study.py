@@ -16,7 +16,7 @@ from lab.studies.attention import Bench, Case, measure
 from lab.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
 from tests.commands import left_by_overwriting, results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,22 +36,22 @@ class TestStudy(StudyTests):
 
 
 def test_rows_are_all_kernels_and_products(run: Path) -> None:
-    found = results(run)
-    assert (found["hardware"]["device"], found["hardware"]["threads"]) == ("cpu", 1)
-    before, *measured, after = found["rows"]
+    content = results(run)
+    assert (content["hardware"]["device"], content["hardware"]["threads"]) == ("cpu", 1)
+    before, *measured, after = content["rows"]
     assert [row["name"] for row in (before, after)] == [
         "matmul: float32, before kernels", "matmul: float32, at the end",
     ]  # fmt: skip
     peak = max(row["tflops_per_second"] for row in (before, after))
-    assert found["peak"]["tflops_per_second"] == {"float32": peak}
-    assert "products of two square matrices" in found["peak"]["is"]
+    assert content["peak"]["tflops_per_second"] == {"float32": peak}
+    assert "products of two square matrices" in content["peak"]["is"]
     assert [row["name"] for row in measured] == [
         f"kernels: {backend}, float32, {batch} x {length}, {direction}"
         for direction in ("forward", "forward + backward")
         for batch, length in ((4, 16), (2, 32))
         for backend in ("auto", "math", "flash", "efficient", "cudnn")
     ]
-    for row in found["rows"]:
+    for row in content["rows"]:
         if row.get("backend") in {"efficient", "cudnn"}:
             assert "No viable backend" in row["refused"]
             assert "microseconds" not in row
@@ -102,9 +102,9 @@ def test_the_peak_is_the_best_of_all_products(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Bench, "products", products)
     flags = ["--parts", "kernels", "blocks", "--longest", "1e-12", "--lengths", "16", "--backends", "math"]
     attention.main([*QUICK, *flags, "--out", str(tmp_path)])
-    found = results(tmp_path)
-    assert found["peak"]["tflops_per_second"] == {"float32": 5}
-    assert all(row["share_of_peak"] == row["tflops_per_second"] / 5 for row in found["rows"])
+    content = results(tmp_path)
+    assert content["peak"]["tflops_per_second"] == {"float32": 5}
+    assert all(row["share_of_peak"] == row["tflops_per_second"] / 5 for row in content["rows"])
     assert "5.00 in float32 (4 x 4, the best of 3 from 2.00 on)" in (tmp_path / "results.md").read_text()
 
 
@@ -113,22 +113,22 @@ def test_the_peak_is_the_best_of_all_products(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")
 def test_blocks_dense_and_jagged_eager_and_compiled(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     attention.main([*QUICK, "--parts", "blocks", "profile", "--out", str(tmp_path)])
-    found = rows(tmp_path)
+    by_name = rows(tmp_path)
     for direction in ("forward", "forward + backward"):
         for layout in ("dense", "jagged"):
             for mode in ("eager", "compiled"):
-                row = found[f"blocks: {layout} {mode}, float32, 2 x 32, {direction}"]
+                row = by_name[f"blocks: {layout} {mode}, float32, 2 x 32, {direction}"]
                 assert row["lengths"] == (None if layout == "dense" else [1, 32])
                 assert (row["refused"], row["kernel"]) == (None, "flash" if layout == "dense" else "math")
                 assert row["tflops_per_second"] == pytest.approx(counted(row) / row["microseconds"] / 1e6)
                 assert row["peak_bytes"] < 2**22  # the compiler takes some 2**27
     for mode in ("eager", "compiled"):
-        row = found[f"profile: dense {mode}, float32, 2 x 16, forward"]
+        row = by_name[f"profile: dense {mode}, float32, 2 x 16, forward"]
         assert len(row["operators"]) <= 10
-        shares = [each["share"] for each in row["operators"]]
+        shares = [operator["share"] for operator in row["operators"]]
         assert shares == sorted(shares, reverse=True)
         assert sum(shares) <= 1 + 1e-9
-        assert any("flash_attention" in each["operator"] for each in row["operators"])
+        assert any("flash_attention" in operator["operator"] for operator in row["operators"])
         trace = json.loads((tmp_path / f"trace_{mode}.json").read_text())
         assert sum("flash_attention_for_cpu" in event.get("name", "") for event in trace["traceEvents"]) >= 25
     page = (tmp_path / "results.md").read_text()
@@ -157,9 +157,7 @@ def test_a_row_that_fails_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with_math(monkeypatch, lambda: os._exit(3))
-    with pytest.raises(SystemExit) as stop:
-        attention.main([*ONLY, "--out", str(tmp_path)])
-    assert stop.value.code == 1
+    assert exit_code(attention, *ONLY, "--out", str(tmp_path)) == 1
     assert {row["backend"] for row in rows(tmp_path).values() if row["part"] == "kernels"} == {
         "auto", "flash", "efficient", "cudnn",
     }  # fmt: skip
@@ -179,9 +177,9 @@ def test_blocks_that_take_too_long_are_left_out_and_an_old_run_s_files_are_gone(
         "config.yaml", "environment.json", "report.html", "results.json", "results.md",
     }  # fmt: skip
     assert "attention.py " in (out / "report.html").read_text().partition("The command that repeats it")[2]
-    told = " ".join(capsys.readouterr().out.split())
-    assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in told
-    assert "--longest 1e-12 s." in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in printed
+    assert "--longest 1e-12 s." in printed
 
 
 def test_too_little_memory_is_torchs_refusal() -> None:

@@ -18,7 +18,7 @@ from lab.studies.comm import Backend, Bench, Case, all_cases
 from lab.studies.comm.operations import OPERATIONS, Member
 from lab.studies.comm.report import all_rows, binary_size, picture, table
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,11 +46,11 @@ class TestStudy(StudyTests):
 
 
 def test_rows_are_all_operations_on_all_backends(run: Path) -> None:
-    found = results(run)["rows"]
-    assert {(row["operation"], row["group"]) for row in found if row["backend"] == "gloo"} == {
+    facts = results(run)["rows"]
+    assert {(row["operation"], row["group"]) for row in facts if row["backend"] == "gloo"} == {
         (name, group) for name in [*BUS, "barrier"] for group in ("world", "sub-group")
     }
-    kinds = {name: [row["operation"] for row in found if row["backend"] == name] for name in ("ring", "ring_unchunked")}
+    kinds = {name: [row["operation"] for row in facts if row["backend"] == name] for name in ("ring", "ring_unchunked")}
     assert set(kinds["ring"]) == set(OPERATIONS)
     assert set(kinds["ring_unchunked"]) == {name for name in OPERATIONS if name.startswith("all_reduce")}
     page = (run / "results.md").read_text()
@@ -89,8 +89,7 @@ def test_rows_for_more_cases_join_those_that_are_measured(tmp_path: Path, capsys
     assert {(row["operation"], row["bytes"]) for row in after.values()} == {
         (name, size) for name in ("broadcast", "scatter") for size in (64, 1024)
     }
-    with pytest.raises(SystemExit):
-        comm.main(["--out", str(tmp_path), "--resume", "true", "--sizes", "64"])
+    assert exit_code(comm, "--out", str(tmp_path), "--resume", "true", "--sizes", "64")
     assert "--sizes 64: expected [64, 1024] or more, as the run in" in capsys.readouterr().err
 
 
@@ -116,11 +115,9 @@ def test_a_wrong_result_and_a_row_that_fails_cost_no_other(
 ) -> None:
     for name, bind in (("broadcast", wrong), ("reduce", dies)):
         monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS["all_reduce_sum"], bind=bind))
-    with pytest.raises(SystemExit) as stop:
-        comm.main([*ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)])
-    assert stop.value.code == 1
-    found = {(row["operation"], row["group"]): row["correct"] for row in results(tmp_path)["rows"]}
-    assert found == {
+    assert exit_code(comm, *ONLY, "--only", "send_recv", "broadcast", "reduce", "gather", "--out", str(tmp_path)) == 1
+    correct = {(row["operation"], row["group"]): row["correct"] for row in results(tmp_path)["rows"]}
+    assert correct == {
         (name, group): name != "broadcast"
         for name in ("send_recv", "broadcast", "gather")
         for group in ("world", "sub-group")
@@ -138,8 +135,7 @@ def test_a_backend_that_does_not_start_fails_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comm.ring, "register", lambda: os._exit(3))
-    with pytest.raises(SystemExit):
-        comm.main([*ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path)])
+    assert exit_code(comm, *ONLY, "--only", "broadcast", "gather", "--out", str(tmp_path))
     failed = [line for line in capfd.readouterr().err.splitlines() if " failed: " in line]
     assert len(failed) == 1
     assert failed[0].startswith("gloo broadcast, world, 64 B and 3 more failed: rank ")
@@ -177,16 +173,16 @@ def test_a_wrong_number_would_be_seen() -> None:
 
 def test_rows_of_any_number_of_ranks() -> None:
     gloo, whole = Backend("gloo"), Backend(ring.UNCHUNKED, only_all_reduce=True)
-    found = all_cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
-    names = [row.name for row in found]
+    cases = all_cases(5, [gloo, whole], ["all_reduce_max", "gather", "barrier"], [1, 2, 4096])
+    names = [row.name for row in cases]
     assert len(set(names)) == len(names)
     assert names[:4] == [
         "gloo all_reduce_max, world, 20 B", "gloo all_reduce_max, world, 4,100 B",
         "gloo all_reduce_max, sub-group, 16 B", "gloo all_reduce_max, sub-group, 4,096 B",
     ]  # fmt: skip
-    assert all(row.count % len(row.ranks) == 0 for row in found)
-    assert {row.ranks for row in found} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
-    assert {row.operation for row in found if row.backend == whole} == {"all_reduce_max"}
+    assert all(row.count % len(row.ranks) == 0 for row in cases)
+    assert {row.ranks for row in cases} == {(0, 1, 2, 3, 4), (0, 1, 2, 3)}
+    assert {row.operation for row in cases if row.backend == whole} == {"all_reduce_max"}
     assert {row.ranks for row in all_cases(2, [gloo], None, [64]) if row.group == "sub-group"} == {(0, 1)}
     assert [binary_size(size) for size in (8, 1024, 1032, 2**26, 2**20 + 4)] == ["8 B", "1 KB", "1 KB", "64 MB", "1 MB"]
 
@@ -204,10 +200,10 @@ def test_a_table_compares_with_gloo() -> None:
             "bus_gb_per_s": size / latency / 1e3,
         }
 
-    found = [fact("gloo", 1024, 10), fact("gloo", 2**20, 400), fact("ring", 1024, 20), fact("ring", 2**20, 600)]
-    shown = table(found)
-    assert shown.header == ["operation", "group", "µs: gloo", "ring", "GB/s: gloo", "ring"]
-    assert shown.rows == [["broadcast", "world", "10.0", "20.0", "2.62", "1.75"]]
-    assert [line[-1] for line in all_rows(found).rows] == ["—", "—", "2.00 x", "1.50 x"]
+    facts = [fact("gloo", 1024, 10), fact("gloo", 2**20, 400), fact("ring", 1024, 20), fact("ring", 2**20, 600)]
+    compared = table(facts)
+    assert compared.header == ["operation", "group", "µs: gloo", "ring", "GB/s: gloo", "ring"]
+    assert compared.rows == [["broadcast", "world", "10.0", "20.0", "2.62", "1.75"]]
+    assert [line[-1] for line in all_rows(facts).rows] == ["—", "—", "2.00 x", "1.50 x"]
     assert table([]).rows == []
     assert picture([]).startswith(b"\x89PNG")

@@ -24,7 +24,7 @@ from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]
@@ -49,57 +49,57 @@ class TestStudy(StudyTests):
 
 
 def test_rows_are_what_was_asked_for(run: Path) -> None:
-    found = results(run)
-    assert found["hardware"]["cores"] == os.cpu_count()
-    assert torch.__version__.startswith(found["versions"]["torch"])
-    assert found["config"]["trainer"]["devices"] == 2
-    names = [row["strategy"] for row in found["rows"]]
+    content = results(run)
+    assert content["hardware"]["cores"] == os.cpu_count()
+    assert torch.__version__.startswith(content["versions"]["torch"])
+    assert content["config"]["trainer"]["devices"] == 2
+    names = [row["strategy"] for row in content["rows"]]
     assert names[0] == "single"
-    assert set(names[1:]) == set(found["config"]["only"])
-    for row in found["rows"]:
+    assert set(names[1:]) == set(content["config"]["only"])
+    for row in content["rows"]:
         assert set(row) == COLUMNS
         assert row["devices"] == len(row["state_bytes_per_rank"]) == (1 if row["strategy"] == "single" else 2)
         assert row["exact"] == (3 if row["strategy"].endswith("-exact") else None)
         assert row["images_per_second"] == pytest.approx(8 / row["step_ms"] * 1e3)
-        assert row["speedup"] == pytest.approx(row["images_per_second"] / found["rows"][0]["images_per_second"])
+        assert row["speedup"] == pytest.approx(row["images_per_second"] / content["rows"][0]["images_per_second"])
         assert row["threads_per_rank"] == 1
     page = (run / "results.md").read_text()
     assert all(f"| {name} |" in page for name in names)
 
 
 def test_state_is_what_a_rank_holds(run: Path) -> None:
-    found = {name: row["state_bytes_per_rank"] for name, row in rows(run).items()}
+    held = {name: row["state_bytes_per_rank"] for name, row in rows(run).items()}
     whole = 4 * DEEP  # parameters, gradients, Adam's two moments; its step counts are 4 bytes a parameter tensor
-    assert found["single"] == [whole + 12 * 4]
+    assert held["single"] == [whole + 12 * 4]
     for name in ("ddp", "local_sgd", "ddp_fp16", "ddp-exact"):
-        assert found[name] == [whole + 12 * 4] * 2, name
-    assert sum(found["fsdp"]) == pytest.approx(whole, rel=1e-3)
-    assert max(found["fsdp"]) < 0.55 * whole
-    assert sum(found["ddp_zero1"]) == 2 * 2 * DEEP + 2 * DEEP + 12 * 4
-    assert max(found["ddp_zero1"]) < 0.8 * whole
-    assert found["ddp_zero1-exact"] == found["ddp_zero1"]
+        assert held[name] == [whole + 12 * 4] * 2, name
+    assert sum(held["fsdp"]) == pytest.approx(whole, rel=1e-3)
+    assert max(held["fsdp"]) < 0.55 * whole
+    assert sum(held["ddp_zero1"]) == 2 * 2 * DEEP + 2 * DEEP + 12 * 4
+    assert max(held["ddp_zero1"]) < 0.8 * whole
+    assert held["ddp_zero1-exact"] == held["ddp_zero1"]
     for name, row in rows(run).items():
-        assert all(peak > min(found[name]) / 2 for peak in row["peak_memory_per_rank"]), name
+        assert all(peak > min(held[name]) / 2 for peak in row["peak_memory_per_rank"]), name
 
 
 def test_bytes_are_those_that_were_sent(run: Path) -> None:
-    found = {name: row["bytes_sent_per_step"] for name, row in rows(run).items()}
-    assert found["single"] == 0
-    assert found["ddp"] == pytest.approx(DEEP, abs=LITTLE)  # 2 (n - 1) / n of the gradients
-    assert found["ddp_fp16"] == pytest.approx(DEEP / 2, abs=LITTLE)
-    assert found["local_sgd"] == pytest.approx(DEEP / 4, abs=LITTLE)  # it averages every fourth step
-    assert found["ddp-exact"] == pytest.approx(2 * DEEP, abs=LITTLE)  # one float64 sum a number
-    assert found["ddp_zero1"] == pytest.approx(1.5 * DEEP, rel=0.02)  # and half of the parameters from each rank
+    sent = {name: row["bytes_sent_per_step"] for name, row in rows(run).items()}
+    assert sent["single"] == 0
+    assert sent["ddp"] == pytest.approx(DEEP, abs=LITTLE)  # 2 (n - 1) / n of the gradients
+    assert sent["ddp_fp16"] == pytest.approx(DEEP / 2, abs=LITTLE)
+    assert sent["local_sgd"] == pytest.approx(DEEP / 4, abs=LITTLE)  # it averages every fourth step
+    assert sent["ddp-exact"] == pytest.approx(2 * DEEP, abs=LITTLE)  # one float64 sum a number
+    assert sent["ddp_zero1"] == pytest.approx(1.5 * DEEP, rel=0.02)  # and half of the parameters from each rank
 
 
 def test_differences_tell_the_exact_from_the_rest(run: Path) -> None:
     for key in ("first_difference", "max_difference"):
-        found = {name: row[key] for name, row in rows(run).items()}
-        assert found["single"] == found["ddp-exact"] == found["ddp_zero1-exact"] == 0
+        differences = {name: row[key] for name, row in rows(run).items()}
+        assert differences["single"] == differences["ddp-exact"] == differences["ddp_zero1-exact"] == 0
         for name in ("ddp", "ddp_zero1", "fsdp"):
-            assert found[name] <= 1e-9, name
+            assert differences[name] <= 1e-9, name
         for name in ("ddp_fp16", "local_sgd"):
-            assert 1e-6 < found[name] < 1, name
+            assert 1e-6 < differences[name] < 1, name
 
 
 def test_shares_are_shares(run: Path) -> None:
@@ -111,10 +111,10 @@ def test_shares_are_shares(run: Path) -> None:
 def test_powersgd_sends_far_less_and_rpc_is_not_counted(tmp_path: Path) -> None:
     only = ["--only", "ddp", "ddp_powersgd", "rpc_hybrid", "--trainer.devices", "2"]
     hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
-    found = rows(tmp_path / "run")
-    assert found["rpc_hybrid"]["bytes_sent_per_step"] is found["rpc_hybrid"]["hidden_share"] is None
-    assert found["ddp_powersgd"]["bytes_sent_per_step"] < found["ddp"]["bytes_sent_per_step"] / 5
-    assert 1e-9 < found["ddp_powersgd"]["max_difference"] < 1
+    by_name = rows(tmp_path / "run")
+    assert by_name["rpc_hybrid"]["bytes_sent_per_step"] is by_name["rpc_hybrid"]["hidden_share"] is None
+    assert by_name["ddp_powersgd"]["bytes_sent_per_step"] < by_name["ddp"]["bytes_sent_per_step"] / 5
+    assert 1e-9 < by_name["ddp_powersgd"]["max_difference"] < 1
 
 
 @pytest.mark.slow
@@ -124,11 +124,11 @@ def test_one_device_and_options_of_a_row(tmp_path: Path, capsys: pytest.CaptureF
         "--trainer.strategy.period", "2", "--only", "ddp", "local_sgd", "fsdp", "ddp-exact",
     ]  # fmt: skip
     hardware.main([*LIGHT, *flags, "--out", str(tmp_path / "run")])
-    found = rows(tmp_path / "run")
-    assert all(row["devices"] == 1 and row["hidden_share"] is None for row in found.values())
-    assert all(row["bytes_sent_per_step"] < LITTLE for row in found.values())
-    assert all(row["max_difference"] <= 1e-12 for row in found.values())
-    assert found["ddp-exact"] == {**found["ddp-exact"], "exact": 8, "max_difference": 0}
+    by_name = rows(tmp_path / "run")
+    assert all(row["devices"] == 1 and row["hidden_share"] is None for row in by_name.values())
+    assert all(row["bytes_sent_per_step"] < LITTLE for row in by_name.values())
+    assert all(row["max_difference"] <= 1e-12 for row in by_name.values())
+    assert by_name["ddp-exact"] == {**by_name["ddp-exact"], "exact": 8, "max_difference": 0}
     assert "0 bits" in capsys.readouterr().out
 
 
@@ -142,22 +142,18 @@ class Dies(DDP):
 
 
 def test_a_row_that_fails_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    strategy = ["--trainer.strategy", "tests.lab.test_hardware.Dies", "--trainer.devices", "2"]
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*LIGHT, *strategy, "--only", "ddp", "tests.lab.test_hardware.Dies", "--out", str(out)])
-    assert stop.value.code == 1
+    name, out = "tests.lab.test_hardware.Dies", tmp_path / "run"
+    flags = [*LIGHT, "--trainer.strategy", name, "--trainer.devices", "2", "--only", "ddp", name, "--out", str(out)]
+    assert exit_code(hardware, *flags) == 1
     assert set(rows(out)) == {"single", "ddp"}
-    said = capfd.readouterr()
-    assert "tests.lab.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in said.err
+    printed = capfd.readouterr()
+    assert "tests.lab.test_hardware.Dies failed: rank 1 ended with exit code 3\n" in printed.err
     assert "exit code 3" in (out / "results.md").read_text()
 
 
 def test_a_net_that_cannot_be_trained_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--optimizer", "SGD", "--optimizer.lr", "1e30", "--only", "ddp", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as stop:
-        hardware.main([*LIGHT, *flags])
-    assert stop.value.code == 2
+    assert exit_code(hardware, *LIGHT, *flags) == 2
     assert "not finite" in capsys.readouterr().err
 
 
@@ -172,9 +168,9 @@ def _slow_after_single(flags: list[str]) -> None:
     def measured(self: Bench, row: Any) -> Any:
         if row.name == "single":
             self.steps = 4
-            found = measure(self, row)
+            facts = measure(self, row)
             self.steps = 100_000
-            return found
+            return facts
         print("in the second row", flush=True)
         return measure(self, row)
 
@@ -195,26 +191,26 @@ def test_a_strategy_is_timed_in_whole_periods() -> None:
 def test_rows_are_all_strategies_that_fit() -> None:
     command = hardware.parser()
     config = command.parse(["--trainer.devices", "4"])
-    found, skipped = Cases(config.trainer, config.exact).pick(None)
-    names = [row.name for row in found]
+    cases, skipped = Cases(config.trainer, config.exact).pick(None)
+    names = [row.name for row in cases]
     assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
     assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
     assert not {"ddp_fork", "ddp_spawn", "fsdp-exact"} & set(names)
     assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
-    assert {row.exact for row in found} == {None, 8}
-    assert {row.options["timeout"] for row in found if row.options} == {300.0}  # a rank that hangs costs no half hour
+    assert {row.exact for row in cases} == {None, 8}
+    assert {row.options["timeout"] for row in cases if row.options} == {300.0}  # a rank that hangs costs no half hour
 
 
 def test_a_net_that_has_no_plan_is_not_computed_by_several_ranks() -> None:
     config = hardware.parser().parse(["--trainer.devices", "4"])
     cases = Cases(config.trainer, config.exact)
-    found, _ = cases.pick(None)
-    left, unsuited = cases.pick_for_module(found, classifier(), None)
-    assert [*unsuited] == ["tensor_parallel"] == [case.name for case in found if case not in left]
+    picked, _ = cases.pick(None)
+    left, unsuited = cases.pick_for_module(picked, classifier(), None)
+    assert [*unsuited] == ["tensor_parallel"] == [case.name for case in picked if case not in left]
     assert "expected a net with tensor_parallel_plan()" in unsuited["tensor_parallel"]
-    assert cases.pick_for_module(found, classifier(ViT), ["tensor_parallel"]) == (found, {})
+    assert cases.pick_for_module(picked, classifier(ViT), ["tensor_parallel"]) == (picked, {})
     with pytest.raises(BadInput, match="only tensor_parallel: expected a strategy that can train this net: mesh"):
-        cases.pick_for_module(found, classifier(), ["tensor_parallel"])
+        cases.pick_for_module(picked, classifier(), ["tensor_parallel"])
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*precision='16-mixed':UserWarning")  # it is another on CPU
@@ -267,9 +263,9 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
     held = torch.ones(2**22)  # what was there before does not count
     meter = PeakMemory(torch.device("cpu"))
     torch.ones(2**24)  # 64 MiB, let go at once
-    found = meter.bytes()
-    assert found is not None
-    assert 0.95 * 2**26 < found < 1.1 * 2**26
+    growth = meter.bytes()
+    assert growth is not None
+    assert 0.95 * 2**26 < growth < 1.1 * 2**26
     assert len(held)
 
 
@@ -289,8 +285,8 @@ def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
         "state_bytes_per_rank": [2**20, 2**21], "peak_memory_per_rank": [None, None], "bytes_sent_per_step": None,
         "hidden_share": None, "first_difference": 0.0, "max_difference": None, "threads_per_rank": 1,
     }  # fmt: skip
-    shown = table([row]).rows[0]
-    assert shown == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "0", "not finite"]
+    cells = table([row]).rows[0]
+    assert cells == ["fsdp", "2", "1,234", "1.90", "2", "—", "—", "—", "0", "not finite"]
     config = {"net": {"class_path": "my.Net"}, "data": {"class_path": "my.Data"}}
     rows: Any = [{**row, "strategy": "single", "threads_per_rank": 2}, row]
     header: Any = {"config": config, "hardware": {}, "versions": {}, "free": []}

@@ -53,8 +53,8 @@ def test_the_ladder_s_launchers_are_those_of_the_clusters() -> None:
 
 
 def test_the_methods_that_the_page_names_are_there() -> None:
-    classes = {each.__name__: each for each in (RPCStrategy, ParamServer, RPCHybrid, Worker)}
+    classes = {kind.__name__: kind for kind in (RPCStrategy, ParamServer, RPCHybrid, Worker)}
     named = re.findall(r"`(\w+)\.(\w+)`", TEXTS["rpc.md"])
-    found = [hasattr(classes[name], method) for name, method in named if name in classes]
-    assert len(found) >= 8
-    assert all(found)
+    exist = [hasattr(classes[name], method) for name, method in named if name in classes]
+    assert len(exist) >= 8
+    assert all(exist)

@@ -71,9 +71,9 @@ def test_anyones_module_trains_as_under_ddp_on_the_workers_alone() -> None:
 
 
 def test_only_the_server_has_the_optimizers_state(tmp_path: Path) -> None:
-    told = Notes(tmp_path / "bytes", state_bytes, "on_train_batch_end")
-    module = fit(classifier(), digits(), 3, strategy=server(), callbacks=[told], max_epochs=1)
-    assert [steps[-1] for steps in told.of_ranks()] == [0, 0, 8 * sum(p.numel() for p in module.parameters())]
+    notes = Notes(tmp_path / "bytes", state_bytes, "on_train_batch_end")
+    module = fit(classifier(), digits(), 3, strategy=server(), callbacks=[notes], max_epochs=1)
+    assert [steps[-1] for steps in notes.of_ranks()] == [0, 0, 8 * sum(p.numel() for p in module.parameters())]
 
 
 class Late(Callback):
@@ -142,8 +142,8 @@ def start(strategy: DataParallel, log: Path, module: Callable[[], Any] = classif
 def test_a_rank_that_dies_in_mid_step_ends_the_run(does: Callable[[], Any], rank: int, tmp_path: Path) -> None:
     run = start(ParamServer(timeout=100), tmp_path / "log", callbacks=[At(rank, does)])
     assert run.wait(30) != 0
-    told = "LookupError: a bug in a step" if does is bug else f"rank {rank} was killed by SIGKILL"
-    assert told in run.output
+    cause = "LookupError: a bug in a step" if does is bug else f"rank {rank} was killed by SIGKILL"
+    assert cause in run.output
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == (does is killed), run.output  # what users can do nothing about keeps its traceback
     assert "has gone" not in run.output, run.output

@@ -20,7 +20,7 @@ from lab.studies.pipeline.cases import bubble_bound
 from lab.studies.pipeline.measure import Event
 from lab.studies.pipeline.report import idle_share, table
 from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, rows, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
 from tests.training import trainer
 
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]
@@ -43,15 +43,15 @@ class TestStudy(StudyTests):
 
 
 def test_rows_are_one_device_splits_and_all_schedules(run: Path) -> None:
-    found = results(run)
-    assert found["config"]["split_sizes"] == [2, 4]
-    names = [row["name"] for row in found["rows"]]
+    content = results(run)
+    assert content["config"]["split_sizes"] == [2, 4]
+    names = [row["name"] for row in content["rows"]]
     assert names[:7] == [
         "one device", "one device, split size 2", "one device, split size 4", "split after stage1", "split by time",
         "1F1B after stage1, split size 2", "1F1B after stage1, split size 4",
     ]  # fmt: skip
     assert len(set(names)) == len(names)
-    best = min(found["rows"][5:9], key=lambda row: statistics.mean(row["seconds_per_step"]))["name"][-1]
+    best = min(content["rows"][5:9], key=lambda row: statistics.mean(row["seconds_per_step"]))["name"][-1]
     for schedule in SCHEDULES:
         size = "2" if schedule == "DualPipeV" else best  # it needs four micro-batches
         assert f"{schedule} by time, split size {size}" in names
@@ -61,9 +61,9 @@ def test_rows_are_one_device_splits_and_all_schedules(run: Path) -> None:
 
 
 def test_rows_have_the_figures_that_their_seconds_give(run: Path) -> None:
-    found = rows(run)
-    one = statistics.mean(found["one device"]["seconds_per_step"])
-    for name, row in found.items():
+    by_name = rows(run)
+    one = statistics.mean(by_name["one device"]["seconds_per_step"])
+    for name, row in by_name.items():
         assert set(row) == COLUMNS
         assert len(row["seconds_per_step"]) == 2
         assert min(row["seconds_per_step"]) > 0
@@ -75,20 +75,20 @@ def test_rows_have_the_figures_that_their_seconds_give(run: Path) -> None:
             assert row["share_of_bound"] == pytest.approx(row["speedup"] / row["bubble_bound"])
         else:
             assert row["bubble_bound"] is row["share_of_bound"] is None
-    assert found["split by time"] == {**found["split by time"], "schedule": "GPipe", "num_microbatches": 1}
+    assert by_name["split by time"] == {**by_name["split by time"], "schedule": "GPipe", "num_microbatches": 1}
     for size, count in ((2, 4), (4, 2)):
         for start in ("one device", "1F1B after stage1", "1F1B by time"):
-            assert found[f"{start}, split size {size}"]["num_microbatches"] == count
+            assert by_name[f"{start}, split size {size}"]["num_microbatches"] == count
 
 
 def test_the_timeline_is_one_of_a_pipeline(run: Path) -> None:
-    found = rows(run)
+    by_name = rows(run)
     kept = json.loads((run / "timelines.json").read_text())
-    assert set(kept) == {name for name, row in found.items() if row["schedule"] is not None}
+    assert set(kept) == {name for name, row in by_name.items() if row["schedule"] is not None}
     for name, timeline in kept.items():
-        count, stages = found[name]["num_microbatches"], len(timeline["sizes"])
+        count, stages = by_name[name]["num_microbatches"], len(timeline["sizes"])
         assert sum(timeline["sizes"]) == 5
-        assert stages == (2 if found[name]["bubble_bound"] else 4)
+        assert stages == (2 if by_name[name]["bubble_bound"] else 4)
         spans = {(stage, number, kind): (start, stop) for _, stage, number, kind, start, stop in timeline["events"]}
         assert min(start for start, _ in spans.values()) == 0
         for stage in range(stages):
@@ -107,15 +107,15 @@ def test_the_timeline_is_one_of_a_pipeline(run: Path) -> None:
 
 
 def test_it_ends_with_what_to_take(run: Path) -> None:
-    found = rows(run)
-    candidates = {name: row for name, row in found.items() if row["schedule"] and not name.startswith("split")}
+    by_name = rows(run)
+    candidates = {name: row for name, row in by_name.items() if row["schedule"] and not name.startswith("split")}
     best = min(candidates, key=lambda name: statistics.mean(candidates[name]["seconds_per_step"]))
     page = (run / "results.md").read_text()
     text = " ".join(page.split())  # lines break where the names of rows let them
     assert f"Recommended on this machine: {best}, " in text
     code = page.rpartition("```python\n")[2].partition("\n")[0]
     sizes = json.loads((run / "timelines.json").read_text())[best]["sizes"]
-    expected = f"schedule={found[best]['schedule']!r}, num_microbatches={found[best]['num_microbatches']}"
+    expected = f"schedule={by_name[best]['schedule']!r}, num_microbatches={by_name[best]['num_microbatches']}"
     assert code == f"PipelineStrategy({expected}, balance={sizes})"
     flags = page.rpartition("```\n--trainer")[2].partition("\n")[0]
     command = pipeline.parser().parse(f"--trainer{flags}".split())
@@ -129,9 +129,7 @@ def test_a_row_that_fails_costs_no_other(
     monkeypatch.setattr(pipeline, "get_args", lambda _: ["1F1B"])
     out = tmp_path / "run"
     flags = [*QUICK, "--split_sizes", "2", "--trainer.strategy.balance", "[2,2]"]  # there are five layers
-    with pytest.raises(SystemExit) as stop:
-        pipeline.main([*flags, "--out", str(out)])
-    assert stop.value.code == 1
+    assert exit_code(pipeline, *flags, "--out", str(out)) == 1
     assert {"one device", "split after stage1", "1F1B after stage1, split size 2"} <= set(rows(out))
     failed = "1F1B into [2,2], split size 2"
     assert failed not in rows(out)
@@ -171,16 +169,16 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
     net = {"class_path": "lit_modules.nets.Torchvision", "init_args": {"name": "resnet50"}}
     config = {"net": net, "batch_size": 120, "image_size": 128, "num_classes": 1000}
     measured = [*zip(rows, facts, strict=True)]
-    shown = table(config, measured).rows
-    assert {line[0]: line[-1] for line in shown if line[-1] != "—"} == {
+    lines = table(config, measured).rows
+    assert {line[0]: line[-1] for line in lines if line[-1] != "—"} == {
         "one device": "1.25, 1.00 x",
         **dict.fromkeys(["split after layer2", "split by time"], "1.34, 0.93 x"),
         **dict.fromkeys([f"1F1B {cut}, split size 20" for cut in ("after layer2", "by time")], "0.84, 1.49 x"),
         **dict.fromkeys([f"1F1B {cut}, split size 12" for cut in ("after layer2", "by time")], "0.81, 1.54 x"),
     }
-    assert shown[0][2] == "2.00 ± 1.4"
-    shown = table({**config, "batch_size": 60}, measured).rows
-    assert {line[-1] for line in shown} == {"—"}
+    assert lines[0][2] == "2.00 ± 1.4"
+    lines = table({**config, "batch_size": 60}, measured).rows
+    assert {line[-1] for line in lines} == {"—"}
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm sees:UserWarning")  # it is only timed
@@ -208,10 +206,10 @@ def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut
 
 
 def test_a_schedule_that_can_not_cut_so_takes_a_few_more() -> None:
-    found = {row.schedule: row.num_microbatches for row in study(["--trainer.devices", "2"]).side_by_side(8)}
-    assert found["1F1B"] == found["ZBVZeroBubble"] == 15
+    counts = {row.schedule: row.num_microbatches for row in study(["--trainer.devices", "2"]).side_by_side(8)}
+    assert counts["1F1B"] == counts["ZBVZeroBubble"] == 15
     assert study(["--trainer.devices", "2"])._strategy.init_args["timeout"] == 300.0
-    assert found["Interleaved1F1B"] == found["InterleavedZeroBubble"] == 16  # a multiple of the rounds
+    assert counts["Interleaved1F1B"] == counts["InterleavedZeroBubble"] == 16  # a multiple of the rounds
 
 
 def test_bounds_on_more_ranks_and_cuts_that_fit() -> None:

@@ -56,11 +56,11 @@ def test_reductions_are_gloos() -> None:
 
 
 def objects(n: int, rank: int, group: Any) -> list[Any]:
-    found: list[Any] = [None] * n
-    dist.all_gather_object(found, {"rank": rank}, group)
-    told = ["from the last" if rank == n - 1 else None]
-    dist.broadcast_object_list(told, n - 1, group)
-    return [*found, *told]
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, {"rank": rank}, group)
+    message = ["from the last" if rank == n - 1 else None]
+    dist.broadcast_object_list(message, n - 1, group)
+    return [*gathered, *message]
 
 
 @in_ranks(*mostly_slow([1, 2, 3, 8], 1, 3))
@@ -72,8 +72,8 @@ def test_collectives_are_gloos() -> None:
         for size in SIZES:
             for collective in collectives(n, rank, size, dtype):
                 ours, theirs = collective(None), collective(gloo)
-                said = f"{collective.__name__} of {size} {dtype}"
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=said)
+                call = f"{collective.__name__} of {size} {dtype}"
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=call)
     assert objects(n, rank, None) == [{"rank": r} for r in range(n)] + ["from the last"]
     dist.barrier()
 
@@ -93,8 +93,8 @@ def collectives(n: int, rank: int, size: int, dtype: torch.dtype) -> list[Callab
         return y if rank == root else None
 
     def all_gather(group: Any) -> list[Tensor]:
-        dist.all_gather(found := [torch.zeros_like(x) for _ in range(n)], x, group)
-        return found
+        dist.all_gather(gathered := [torch.zeros_like(x) for _ in range(n)], x, group)
+        return gathered
 
     def all_gather_into_tensor(group: Any) -> Tensor:
         stacked, joined = torch.zeros(n, size, dtype=dtype), torch.zeros(n * size, dtype=dtype)
@@ -105,9 +105,9 @@ def collectives(n: int, rank: int, size: int, dtype: torch.dtype) -> list[Callab
         return joined
 
     def gather(group: Any) -> list[Tensor]:
-        found = [torch.zeros_like(x) for _ in range(n if rank == root else 0)]
-        dist.gather(x, found or None, root, group)
-        return found
+        gathered = [torch.zeros_like(x) for _ in range(n if rank == root else 0)]
+        dist.gather(x, gathered or None, root, group)
+        return gathered
 
     def scatter(group: Any) -> Tensor:
         dist.scatter(y := torch.zeros_like(x), parts if rank == root else None, root, group)
@@ -122,8 +122,8 @@ def collectives(n: int, rank: int, size: int, dtype: torch.dtype) -> list[Callab
 
     def all_to_all(group: Any) -> list[Tensor]:
         if group is None or n == 1:
-            dist.all_to_all(found := [torch.zeros_like(x) for _ in range(n)], parts, group)
-            return found
+            dist.all_to_all(received := [torch.zeros_like(x) for _ in range(n)], parts, group)
+            return received
         whole = torch.zeros(n * size, dtype=dtype)  # gloo has no other
         dist.all_to_all_single(whole, torch.cat(parts), group=group)
         return list(whole.chunk(n))
@@ -214,15 +214,15 @@ def test_calls_that_do_not_wait_keep_their_order() -> None:
     assert all((x == n * i).all() for i, x in enumerate(xs))
     assert (last == n).all()
     x = torch.ones(3)
-    found = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0] / n)
-    assert torch.equal(found.wait(), torch.ones(3))
+    future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0] / n)
+    assert torch.equal(future.wait(), torch.ones(3))
 
     def again(_done: Any) -> Tensor:
         dist.all_reduce(x)
         return x
 
-    found = dist.all_reduce(x.fill_(1), async_op=True).get_future().then(again)  # a collective in what follows on one
-    assert torch.equal(found.wait(), torch.full((3,), float(n * n)))
+    future = dist.all_reduce(x.fill_(1), async_op=True).get_future().then(again)  # a collective in what follows on one
+    assert torch.equal(future.wait(), torch.full((3,), float(n * n)))
     dist.barrier(async_op=True).wait()
     others = [torch.zeros(2) for _ in range(n)]
     handle = dist.all_gather(others, torch.full((2,), float(dist.get_rank())), async_op=True)

@@ -1,8 +1,6 @@
 """The ring where it can not go on: ranks that are late or gone, what is refused; and how it comes and goes."""
 
 import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from lab.strategies import ring
 from lab.strategies.ring.queue import Collective, Queue
 from strategies.base import failures
-from tests import waiting
 from tests.ranks import in_ranks, ranks
 
 
@@ -79,13 +76,8 @@ def test_what_it_can_not_do_is_said() -> None:
     assert torch.equal(large, n * torch.arange(1e6))
 
 
-def test_importing_registers_nothing_and_registering_twice_is_once() -> None:
-    code = "import strategies, torch.distributed as dist; assert 'ring' not in dist.Backend.backend_list"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=waiting.LIMIT)
-    ranks(1, registered_twice)
-
-
-def registered_twice() -> None:
+@in_ranks(1)
+def test_registering_twice_is_once() -> None:
     ring.register()
     assert dist.Backend.backend_list.count("ring") == 1
     assert dist.get_backend() == "ring"

@@ -23,10 +23,8 @@ CLIPPED = OPTIONS["accumulated and clipped"]
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
-    ddp, around, by_hand = (
-        trained("students", devices, tmp_path, strategy=strategy(timeout=60), **CLIPPED)
-        for strategy in (DDP, DDPRing, AllReduce)
-    )
+    names = ("ddp", "ddp_ring", "ddp_allreduce")
+    ddp, around, by_hand = (trained("students", f"{name} {devices}", tmp_path, **CLIPPED) for name in names)
     assert_same(around[1], ddp[1])  # to the bit: its sums have the order of gloo's
     assert_agree(ddp, by_hand, atol=1e-12)
 
@@ -41,15 +39,12 @@ def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
 )
 def test_several_processes_agree_with_one(run: str, devices: int, ring: Any, by_hand: Any, tmp_path: Path) -> None:
     for strategy in (DDPRing(timeout=60, **ring), AllReduce(timeout=60, **by_hand)):
-        assert_agree(alone(run, "plain"), trained(run, devices, tmp_path, strategy=strategy))
+        assert_agree(alone(run, "plain"), trained(run, f"auto {devices}", tmp_path, strategy=strategy))
 
 
 def test_the_ring_is_exact(tmp_path: Path) -> None:
-    strategies = {1: DDP(exact=3), 3: DDPRing(timeout=60, exact=3)}
-    one, three = (
-        trained("students", devices, tmp_path, strategy=strategy, precision=32, max_steps=10)
-        for devices, strategy in strategies.items()
-    )
+    places = ("ddp 1 exact 3", "ddp_ring 3 exact 3")
+    one, three = (trained("students", place, tmp_path, precision=32, max_steps=10) for place in places)
     assert one[0] == three[0]
     assert_same(one[1], three[1])
 
@@ -70,10 +65,10 @@ def test_accumulated_batches_are_sent_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Buckets, "sent", 0, raising=False)
     monkeypatch.setattr(Buckets, "average", counted)
-    told = Notes(tmp_path / "sends", sends, "on_train_batch_end")
-    options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [told]}
+    notes = Notes(tmp_path / "sends", sends, "on_train_batch_end")
+    options = {"accumulate_grad_batches": 3, "max_epochs": 1, "callbacks": [notes]}
     fit(classifier(), digits(train_size=185), 2, strategy=AllReduce(timeout=60), **options)  # five batches
-    assert told.of_ranks() == [[0, 0, 1, 1, 2]] * 2  # the epoch's end is one, too
+    assert notes.of_ranks() == [[0, 0, 1, 1, 2]] * 2  # the epoch's end is one, too
 
 
 @in_ranks(3, backend="gloo")
@@ -149,10 +144,10 @@ def test_manual_optimization_and_statistics_of_a_ranks_own(tmp_path: Path) -> No
         data = digits(train_size=112, validation_size=20, batch_size=28)
         return weights(fit(ByHand(), data, 2, strategy=strategy, precision="64-true", max_epochs=2, **options))
 
-    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
-    ours, right = fitted(AllReduce(timeout=60), callbacks=[told]), fitted(DDP(timeout=60))
+    notes = Notes(tmp_path / "statistics", statistics, "on_validation_end")
+    ours, right = fitted(AllReduce(timeout=60), callbacks=[notes]), fitted(DDP(timeout=60))
     assert_same(ours, right, atol=1e-12)
-    first, second = told.of_ranks()
+    first, second = notes.of_ranks()
     assert first == second != []
 
 

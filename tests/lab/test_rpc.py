@@ -69,7 +69,8 @@ def test_float64_agrees_with_one_process(
 ) -> None:
     right = alone(run, "accumulated and clipped" if options else "plain")
     assert len(right[0]) == 20
-    assert_agree(right, trained(run, devices, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
+    place = f"auto {devices}"
+    assert_agree(right, trained(run, place, tmp_path, strategy=strategy(timeout=60, **chosen), **options))
 
 
 @BOTH
@@ -113,10 +114,10 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_devices(chain: str, 
 @BOTH
 @pytest.mark.filterwarnings("ignore:norm. BatchNorm sees the rows of one worker")
 def test_all_ranks_validate_with_one_ranks_statistics(strategy: Any, tmp_path: Path) -> None:
-    told = Notes(tmp_path / "statistics", statistics, "on_validation_end")
+    notes = Notes(tmp_path / "statistics", statistics, "on_validation_end")
     data = digits(train_size=112, validation_size=20, batch_size=28)
-    fit(Normalised(), data, 3, strategy=strategy(timeout=60), max_epochs=2, callbacks=[told])
-    ranks = told.of_ranks()
+    fit(Normalised(), data, 3, strategy=strategy(timeout=60), max_epochs=2, callbacks=[notes])
+    ranks = notes.of_ranks()
     assert ranks == [ranks[0]] * 3
     assert len(set(ranks[0])) == len(ranks[0]) == 2
 

@@ -54,16 +54,16 @@ class Twice(Plain):
 
 def test_anyones_module_trains_by_its_forward(tmp_path: Path) -> None:
     """The plain mean of a batch, not a sum of parts: what is remote is forward alone."""
-    found = {}
+    outcomes = {}
     for devices in (1, 3):
         module, logger = with_seed(0, Twice), LinesLogger(tmp_path / str(devices))
         strategy = hybrid() if devices > 1 else "auto"
         options: dict[str, Any] = {"strategy": strategy, "logger": logger, "log_every_n_steps": 1}
         with quiet():
             trainer(devices, precision="64-true", max_epochs=4, **options).fit(module, pairs(60))
-        found[devices] = weights(module), logger.values("loss")
-    assert_same(found[1][0], found[3][0], atol=1e-9)
-    assert found[1][1] == pytest.approx(found[3][1], abs=1e-9, rel=0)
+        outcomes[devices] = weights(module), logger.values("loss")
+    assert_same(outcomes[1][0], outcomes[3][0], atol=1e-9)
+    assert outcomes[1][1] == pytest.approx(outcomes[3][1], abs=1e-9, rel=0)
 
 
 class Dtypes(Callback):
@@ -164,10 +164,7 @@ def test_modules_that_can_not_be_trained_so_are_refused() -> None:
 
 
 def test_options_that_can_not_work_are_refused() -> None:
-    with (
-        quiet(),
-        pytest.raises(ValueError, match=r"devices_per_worker \[1, 2\]: expected a number for each"),
-    ):
+    with quiet(), pytest.raises(ValueError, match=r"devices_per_worker \[1, 2\]: expected a number for each"):
         trainer(2, strategy=hybrid(devices_per_worker=[1, 2])).fit(classifier(), digits())
     with pytest.raises(ValueError, match="devices_per_worker 0: expected at least 1"):
         RPCHybrid(devices_per_worker=0)

@@ -40,15 +40,12 @@ class RingGroup(ProcessGroup):
         self._queue, self._timeout, self._group_name = Queue(), MESSENGERS_TIMEOUT, ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
-        """Return the backend's name."""
         return self.name_of_backend
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name by which torch finds the group."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """That name."""
         return self._group_name
 
     _set_group_name = setGroupName
@@ -59,13 +56,11 @@ class RingGroup(ProcessGroup):
         return self._messenger
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later collectives."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """End the thread."""
         self._queue.close()
 
     abort = shutdown
@@ -73,15 +68,12 @@ class RingGroup(ProcessGroup):
     # Messages are gloo's
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """Send to a rank."""
         return self._messenger.send(tensors, dst, _check_tag(tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
-        """Receive from a rank."""
         return self._messenger.recv(tensors, src, _check_tag(tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receive from any rank."""
         return self._messenger.recv_anysource(tensors, _check_tag(tag))
 
     recvAnysource = recv_anysource  # noqa: N815
@@ -89,7 +81,6 @@ class RingGroup(ProcessGroup):
     # Collectives
 
     def allreduce(self, tensors: Tensors, opts: Options = None) -> dist.Work:
-        """Reduce every tensor over the ranks, in place."""
         op = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors[0].dtype)
 
         def run(xs: Tensors, _: Tensors) -> None:
@@ -102,13 +93,11 @@ class RingGroup(ProcessGroup):
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Options) -> dist.Work:
-        """Send the root's tensor to all, in place."""
         return self._add(
             "broadcast", lambda xs, _: algorithms.broadcast(self.links, xs[0], opts.rootRank), tensors, [], opts
         )
 
     def reduce(self, tensors: Tensors, opts: Options) -> dist.Work:
-        """Reduce the tensor over the ranks, in place on the root."""
         op = reduction(opts.reduceOp, tensors[0].dtype)
 
         def run(xs: Tensors, _: Tensors) -> None:
@@ -144,18 +133,15 @@ class RingGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Options = None) -> dist.Work:
-        """Gather each rank's tensor, one after the other."""
         return self.all_gather_single_coalesced([output], [x], opts)
 
     _allgather_base = all_gather_single
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> dist.Work:
-        """Reduce the inputs' parts over the ranks, each on its rank."""
         self._check("reduce_scatter", inputs[0], outputs[0])
         return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:
-        """Reduce the parts of each input over the ranks, each on its rank."""
         op = reduction(opts.reduceOp, outputs[0].dtype)
         for output, x in zip(outputs, inputs, strict=True):
             self._check("reduce_scatter_tensor", [x], output, self.links.size)
@@ -171,13 +157,11 @@ class RingGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Options) -> dist.Work:
-        """Reduce the input's parts over the ranks, each on its rank."""
         return self.reduce_scatter_single_coalesced([output], [x], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Options) -> dist.Work:
-        """Gather each rank's tensor on the root."""
         parts = outputs[0] if outputs else []
         self._check("gather", parts, inputs[0])
         return self._add(
@@ -185,7 +169,6 @@ class RingGroup(ProcessGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Options) -> dist.Work:
-        """Send each rank its part of the root's tensors."""
         parts = inputs[0] if inputs else []
         self._check("scatter", parts, outputs[0])
         return self._add(
@@ -193,7 +176,6 @@ class RingGroup(ProcessGroup):
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
-        """Send each rank its tensor, and receive one from each."""
         self._check("all_to_all", [outputs[self.links.rank]], inputs[self.links.rank])
         return self._add("all_to_all", partial(algorithms.all_to_all, self.links), outputs, inputs, opts)
 
@@ -209,7 +191,6 @@ class RingGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Options = None) -> dist.Work:
-        """Wait until all ranks have called it."""
         return self._add("barrier", lambda *_: algorithms.barrier(self.links), [], [], opts)
 
     def _check(self, name: str, parts: Sequence[Tensor], x: Tensor, share: int = 1) -> None:

@@ -38,7 +38,6 @@ class Collective(dist.Work):
     # torch's names
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done; raise its error."""
         seconds = timeout.total_seconds() or None
         if not self._done.wait(seconds):
             raise RuntimeError(f"Timed out waiting {1000 * (seconds or 0):.0f}ms for {self._name} to complete")
@@ -46,23 +45,18 @@ class Collective(dist.Work):
         return True
 
     def get_future(self) -> Future:
-        """Return a future of its tensors."""
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Its error."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Its tensors; raises its error."""
         if self._error is not None:
             raise self._error
         return self._tensors

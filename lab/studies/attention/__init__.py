@@ -33,7 +33,6 @@ class Study(study.Study[Row]):
         self.left_out: dict[str, str] = {}
 
     def line(self, row: Row) -> str:
-        """Return the case and its speed."""
         if row["refused"]:
             result = "refused"
         elif row["part"] == "matmul":
@@ -43,7 +42,6 @@ class Study(study.Study[Row]):
         return f"{row['name']:72} {result:>20}"
 
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:
-        """Measure the missing cases; print and save the report."""
         bench.prepare(case for case in cases if case.name not in self.rows)
         calls: dict[str, Callable[[], Row | None]] = {}
 

@@ -105,12 +105,10 @@ class Case:
 
     @property
     def direction(self) -> str:
-        """Return `forward` or `forward + backward`."""
         return "forward + backward" if self.backward else "forward"
 
     @property
     def width(self) -> int:
-        """Return the width of all heads together."""
         return self.heads * self.head_dim
 
     @property

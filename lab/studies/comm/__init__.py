@@ -15,11 +15,9 @@ class Study(study.Study[Row]):
     """Measures the cases of each backend in one go; rows are named by `name`."""
 
     def line(self, row: Row) -> str:
-        """Return the case and its latency."""
         return f"{row['name']:52} {row['latency_us']:12,.1f} µs"
 
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:
-        """Measure the missing cases; print and save the report."""
         for backend in dict.fromkeys(case.backend for case in cases):
             while missing := [case for case in cases if case.backend == backend and not self.has(case.name)]:
                 self._measure(bench, backend, missing)

@@ -72,7 +72,6 @@ class Case:
 
     @property
     def definition(self) -> Operation:
-        """Return the operation."""
         return OPERATIONS[self.operation]
 
     @property

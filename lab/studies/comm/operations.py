@@ -28,7 +28,6 @@ class Member:
 
     @property
     def is_root(self) -> bool:
-        """Return whether this rank is the root."""
         return self.rank == len(self.ranks) - 1
 
 

@@ -15,7 +15,6 @@ class Study(study.Study[Row]):
     key, needed = "strategy", SINGLE
 
     def line(self, row: Row) -> str:
-        """Return the strategy and its speed."""
         return f"{row['strategy']:16} {row['images_per_second']:10,.0f} images/s"
 
     def run(self, bench: Bench, cases: Sequence[Case], skipped: Mapping[str, str]) -> None:

@@ -77,12 +77,10 @@ class Phases(NamedTuple):
 
     @property
     def timed(self) -> int:
-        """Count the batches in all blocks."""
         return self.block * self.blocks
 
     @property
     def batches(self) -> int:
-        """Count the batches of the whole fit."""
         return self.warmup + self.timed + self.profiled
 
 

@@ -28,7 +28,6 @@ class Study(study.Study[Row]):
                 self.timelines = dict(json.loads(read_text(self._file)))
 
     def line(self, row: Row) -> str:
-        """Return the case and its speed."""
         return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
 
     def run(self, bench: Bench, cases: Cases) -> None:

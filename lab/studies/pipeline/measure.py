@@ -115,11 +115,9 @@ class Task(LightningModule):
         return None
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the tutorial's optimizer."""
         return SGD(self.parameters(), LEARNING_RATE)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the layers."""
         return list(self.layers)
 
     def pipeline_loss(self, output: Tensor, batch: Pairs) -> Tensor:
