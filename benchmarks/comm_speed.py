@@ -6,8 +6,7 @@
 ring: an all-reduce of 16 MB by `ring`, and by the tutorial's unchunked ring, over that by gloo, on 2 and 3 processes.
 comm.py: what it measures of gloo over a bare loop of the same calls, at several sizes, on 2 processes.
 
-Rivals take turns in the same ranks; each ratio is the median over all rounds. Ends with exit code 1 where a target is
-missed.
+Rivals take turns in the same ranks. Ends with exit code 1 where a target is missed.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""Shared parts of benchmarks: rivals that take turns, timed fits, processes, ratios with targets, a report."""
+"""Shared parts of benchmarks: rivals that take turns, timed fits, processes, ratios with targets, a report.
+
+Rivals of a benchmark take turns in rounds; a ratio is the median over all rounds.
+"""
 
 import argparse
 import json

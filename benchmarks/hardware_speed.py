@@ -12,8 +12,6 @@ exact: a bake-off of ten epochs (DeepNN, then LightNN as ce, kd, cosine and hint
     whole runs of `experiments/kd.py` of two epochs are measured: their median steps and the storing make ten. The
     median step of the students is compared by itself too.
 overhead: a step of LightNN on Digits with and without the callback of `experiments/hardware.py`.
-
-Each ratio is the median over `--repeat` rounds, in which rivals take turns.
 """
 
 import os

@@ -11,8 +11,8 @@ fits: seconds a step of ResNet-50, batches of 120 images of 3 x 128 x 128, two s
 cost: the same pipeline under 1F1B with 8 micro-batches, by the strategy and by a bare loop over
     torch.distributed.pipelining.
 
-The layers are cut once, by time, for all schedules of one stage a rank. Each fit has processes of its own; rivals take
-turns, and each ratio is the median over all rounds. Ends with exit code 1 where a target is missed.
+The layers are cut once, by time, for all schedules of one stage a rank. Each fit has processes of its own. Ends with
+exit code 1 where a target is missed.
 """
 
 import argparse

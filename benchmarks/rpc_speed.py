@@ -6,8 +6,7 @@
 
 A figure is the median of a fit's steps on rank zero: the same net, batches of 128 images over all devices, one thread a
 process. `param_server` has one worker less than there are devices, and waits for every step ("late": its workers may
-lack two); `rpc_hybrid` has one less, too. Rivals take turns; each ratio is the median over all rounds. Ends with exit
-code 1 where `param_server` takes more than 5 times as long as `ddp`.
+lack two); `rpc_hybrid` has one less, too. Ends with exit code 1 where `param_server` takes more than 5 times as long.
 """
 
 import argparse

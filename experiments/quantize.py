@@ -45,7 +45,7 @@ DATA = "Digits"
 def parser(data: Any = DATA) -> cli.Parser:
     """The command line: data, a fresh student, the objective of quantisation-aware training, optimizer, trainer."""
     parser = cli.Parser("quantize.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", datamodules.ImageData, datamodules, data)
+    parser.add_choice("data", (datamodules.ImageData,), datamodules, data)
     parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip={"input_shape", "num_classes"})
     parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
     parser.add_class("latency", Latency)

@@ -14,6 +14,10 @@ HINT = (360, 372, 378)
 FAILED = {"step": 120, "term": "kl"}
 
 
+def choice(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": init_args}
+
+
 def header(seeds: int = 3, **config: Any) -> Header:
     facts = {
         "experiment": "kd",
@@ -21,14 +25,11 @@ def header(seeds: int = 3, **config: Any) -> Header:
         "hardware": {"cores": 2},
         "versions": {"torch": "2.15.0"},
         "config": {
-            "data": {
-                "class_path": "datamodules.Digits",
-                "init_args": {"batch_size": 128, "seed": 0, "root": "a", **config},
-            },
-            "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "foreach": None}},
+            "data": choice("datamodules.Digits", **{"batch_size": 128, "seed": 0, "root": "a", **config}),
+            "optimizer": choice("torch.optim.Adam", lr=0.001, foreach=None),
             "variants": {
                 "ce": {"class_path": "lit_modules.objectives.CrossEntropy"},
-                "kd": {"class_path": "lit_modules.objectives.Hinton", "init_args": {"temperature": 2.0, "off": None}},
+                "kd": choice("lit_modules.objectives.Hinton", temperature=2.0, off=None),
             },
             "trainer": {"max_epochs": 10},
         },
@@ -73,7 +74,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
     """A run of gpt.py with these bits per character, one a seed; `net__num_layers=6` changes a setting."""
     config: dict[str, Any] = {
         "data": {"path": None, "block_size": 64, "batch_size": 12},
-        "net": {"class_path": "lit_modules.nets.GPT", "init_args": {"num_layers": 4}},
+        "net": choice("lit_modules.nets.GPT", num_layers=4),
         "model": {"lr": 0.003},
         "trainer": {"max_epochs": -1, "max_steps": 100},
         "temperature": 0.8,
@@ -100,6 +101,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
 
 def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
     """A run of quantize.py with this accuracy in int8."""
+    correct = round(100 * accuracy)
     figures = {
         "latency_ms": {"1": {"median": 0.5, "p95": 0.7}, "16": {"median": 1.3, "p95": 1.4}},
         "images_per_second": 12307.7,
@@ -110,8 +112,8 @@ def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
         "hardware": {"cpu": "EPY", "threads": 1},
         "versions": {},
         "config": {
-            "data": {"class_path": "datamodules.Digits", "init_args": {"batch_size": 128}},
-            "objective": {"class_path": "lit_modules.objectives.CrossEntropy", "init_args": {}},
+            "data": choice("datamodules.Digits", batch_size=128),
+            "objective": choice("lit_modules.objectives.CrossEntropy"),
             "seeds": [0],
             "freeze_epoch": 2,
             **config,
@@ -121,12 +123,6 @@ def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
         "data": {"name": "Digits", "train": 900, "validation": 100, "test": 100},
         "rows": [
             {"format": "float32", "test_acc": 0.9, "test_correct": 90, "bytes": 88390, **figures},
-            {
-                "format": "int8-qat",
-                "test_acc": accuracy,
-                "test_correct": round(100 * accuracy),
-                "bytes": 28153,
-                **figures,
-            },
+            {"format": "int8-qat", "test_acc": accuracy, "test_correct": correct, "bytes": 28153, **figures},
         ],
     }

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs import folders
 from tests.processes import Run
@@ -162,3 +163,11 @@ def refused_elsewhere(
     expected = f"the machine on which the rows in {copy} were measured: {differ}; or take another --out"
     assert capsys.readouterr().err == f"error: --resume true: expected {expected}\n"
     assert {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix} == before
+
+
+def bad_input(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The one line of the `BadInput` that a call raises."""
+    with pytest.raises(BadInput) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)

@@ -54,6 +54,8 @@ class Classes:
     skip: frozenset[str] = frozenset()  # arguments of their constructors that are not options
     refused: Mapping[type, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
+    is_switch: bool = False  # true and false are choices, too
+
     @property
     def by_name(self) -> dict[str, type]:
         """The package's classes by short name."""
@@ -69,6 +71,8 @@ class Classes:
         """Find a class by name or import path, and the options that the name sets; BadInput if it can't be used."""
         if name is None:
             return None, {}
+        if self.is_switch and str(name).lower() in {"true", "false"}:
+            return str(name).lower() == "true", {}
         if isinstance(name, str) and "." in name:
             chosen: type | None = import_class(name, key, self.bases)
         else:

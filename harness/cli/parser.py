@@ -21,7 +21,6 @@ from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, 
 from harness.cli.yamls import read_value
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
-Bases: TypeAlias = type | tuple[type, ...]
 Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
 
 
@@ -56,7 +55,7 @@ class Parser:
     def add_choice(
         self,
         key: str,
-        bases: Bases,  # what the class derives from
+        bases: tuple[type, ...],  # what the class derives from
         package: ModuleType,  # where short names are looked up; others are import paths
         default: Any,  # short name, or class_path and init_args; None makes `null` a choice
         skip: Iterable[str] = (),  # arguments of constructors that are not options
@@ -64,13 +63,13 @@ class Parser:
         unless: str = "",  # the key of variants: where there are some, nothing is chosen here
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
-        self.classes[key] = Classes(_as_tuple(bases), package, frozenset(skip))
+        self.classes[key] = Classes(bases, package, frozenset(skip))
         self._add(key, Entry(optional=default is None, fixed=fixed, unless=unless), default)
 
     def add_variants(
         self,
         key: str,
-        bases: Bases,
+        bases: tuple[type, ...],
         package: ModuleType,
         defaults: Mapping[str, Any],
         fixed: Fixed | None = None,  # as above
@@ -79,7 +78,7 @@ class Parser:
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
-        self.classes[key] = Classes(_as_tuple(bases), package)
+        self.classes[key] = Classes(bases, package)
         self._add(key, Entry(named=True, fixed=fixed), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -124,7 +123,7 @@ class Parser:
         self.classes["trainer.strategy"] = training.Strategies()
         types = {**training.TYPES, "logger": bool}
         if loggers:
-            self.classes["trainer.logger"], types = training.Loggers(), training.TYPES
+            self.classes["trainer.logger"], types = training.LOGGERS, training.TYPES
         self._add("trainer", Entry(options=Signature(Trainer, training.OWNED, types)), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry, default: Any) -> None:
@@ -238,7 +237,8 @@ class Parser:
                     raise BadInput(key, settings[key].value, expected)
                 choices[key] = Choice(entry.options.path, resolver.options(entry.options, key, {}))
             elif classes is None:
-                choices[key] = resolver.texts(key)
+                choices[key] = {name: setting.value for name, setting in below(key, resolver.settings).items()}
+                resolver.flags |= {f"{key}.{name}": (value, "") for name, value in choices[key].items()}
             elif entry.named:
                 choices[key] = resolver.named(classes, key)
             elif instead := below(entry.unless, resolver.settings):
@@ -323,7 +323,3 @@ class Parser:
         except BadInput:
             resolver = self._resolve(self._defaults)[0]
         return usage.text(self, resolver.flags)
-
-
-def _as_tuple(bases: Bases) -> tuple[type, ...]:
-    return bases if isinstance(bases, tuple) else (bases,)

@@ -65,7 +65,7 @@ class Resolver:
             positions = [str(i) for i in range(len(name))]
             self._find_unknown(key, positions, lambda _: f"a position from 0 to {len(name) - 1} after {key}")
             for i, entry in enumerate(name):
-                if entry is None or isinstance(entry, list):
+                if entry is None or isinstance(entry, list | bool):
                     raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
                 self.settings = {**layer(entry, setting.source, f"{key}.{i}"), **self.settings}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
@@ -75,12 +75,6 @@ class Resolver:
             self._find_unknown(key, (), lambda _: f"--{key} with the name of a class beside it{end}")
             return chosen
         return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
-
-    def texts(self, key: str) -> dict[str, Any]:
-        """Return all values below a key, by the rest of their flags."""
-        values = {name: setting.value for name, setting in below(key, self.settings).items()}
-        self.flags |= {f"{key}.{name}": (value, "") for name, value in values.items()}
-        return values
 
     def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""

@@ -69,20 +69,7 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
     lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
 })  # fmt: skip
 CALLBACKS = Classes((Callback,), callbacks)
-
-
-@dataclass(frozen=True)
-class Loggers(Classes):
-    """What `--trainer.logger` chooses from: loggers beside TensorBoard's, true for that alone, or false for none."""
-
-    bases: tuple[type, ...] = (Logger,)
-    package: ModuleType = loggers
-
-    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
-        """Return the class of this name, or true or false."""
-        if key == "trainer.logger" and str(name).lower() in {"true", "false"}:
-            return str(name).lower() == "true", {}
-        return super().find(name, key)
+LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, which true and false switch
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, positive, space, weight
 from lit_modules.objectives.logits import LogitObjective
@@ -45,7 +44,7 @@ class CTKD(LogitObjective):
         t = student.features["temperature"]
         reversal = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2  # lambda
         t = (1 + reversal) * t.detach() - reversal * t  # T, with its gradient reversed
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher, t))
+        log_s, log_t = self.log_probabilities(student, teacher, t)
         soft = kl(log_t, log_s)
         return {
             "kd": Term(soft * t.square().view(-1, *[1] * (soft.dim() - 1)), self.kd_weight),

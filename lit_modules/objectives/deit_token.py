@@ -3,7 +3,6 @@
 from typing import Literal
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Choice, Log, Outputs, Term, ce_term, cross_entropy, kl, space, weight
@@ -64,7 +63,7 @@ class DeiTToken(LogitObjective):
         if self.kind == "hard":
             token = cross_entropy(z_token, teacher.logits.argmax(-1))
         else:
-            log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(Outputs(z_token, {}), teacher))
+            log_s, log_t = self.log_probabilities(Outputs(z_token, {}), teacher)
             token = kl(log_t, log_s) * self.temperature**2
         return {
             "token": Term(token, self.token_weight),

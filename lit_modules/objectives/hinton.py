@@ -1,7 +1,6 @@
 """Soft targets: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network"."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
@@ -30,7 +29,7 @@ class Hinton(LogitObjective):
         self.teacher_entropy = teacher_entropy
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
+        log_s, log_t = self.log_probabilities(student, teacher)
         soft = kl(log_t, log_s)
         if self.teacher_entropy:
             soft = soft - (log_t.exp() * log_t).sum(-1)

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, kl, space, weight
@@ -45,7 +44,7 @@ class JensenShannon(LogitObjective):
         self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_p_s, log_p_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
+        log_p_s, log_p_t = self.log_probabilities(student, teacher)
         log_m = torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
         divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
         js = Term(divergence * self.temperature**2, self.js_weight)

@@ -40,6 +40,13 @@ class LogitObjective(Objective):
         t = self.temperature if temperature is None else temperature
         return temper(student, t, self.standardize), temper(teacher, t, self.standardize)
 
+    def log_probabilities(
+        self, student: Outputs, teacher: Outputs | None, temperature: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log p_s and log p_t (b, ..., classes), the logarithms of the softmax of what `temper` gives."""
+        z_s, z_t = self.temper(student, teacher, temperature)
+        return F.log_softmax(z_s, -1), F.log_softmax(z_t, -1)
+
 
 class LabelObjective(LogitObjective):
     """An objective of logits that compares the classes other than the label's, of which there have to be two.

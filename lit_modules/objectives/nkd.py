@@ -1,7 +1,6 @@
 """Normalised knowledge distillation (Yang et al. 2023, arXiv:2303.13005)."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
 from lit_modules.objectives.logits import LabelObjective, pick_label, split_at_label
@@ -38,7 +37,7 @@ class NKD(LabelObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher, 1.0))
+        log_s, log_t = self.log_probabilities(student, teacher, 1.0)
         target = -pick_label(log_t, labels).exp() * pick_label(log_s, labels)
         (*_, rest_s, _), (*_, rest_t, others) = (split_at_label(z, labels) for z in self.temper(student, teacher))
         rest = -(rest_t.exp() * rest_s).where(others, 0.0).sum(-1)

@@ -1,7 +1,6 @@
 """Reverse Kullback-Leibler divergence, which lets a small student ignore some modes of the teacher (MiniLLM)."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
@@ -29,6 +28,6 @@ class ReverseKL(LogitObjective):
         self.reverse_weight, self.ce_weight = weight("reverse_weight", reverse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
+        log_s, log_t = self.log_probabilities(student, teacher)
         reverse = Term(kl(log_s, log_t) * self.temperature**2, self.reverse_weight)
         return {"reverse": reverse, "ce": ce_term(student, labels, self.ce_weight)}

@@ -1,7 +1,6 @@
 """Transformed teacher matching (Zheng and Yang 2024, arXiv:2402.11148)."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
@@ -40,7 +39,7 @@ class TTM(LogitObjective):
         self.ttm_weight, self.ce_weight = weight("ttm_weight", ttm_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_s, log_t = (F.log_softmax(z, -1) for z in self.temper(student, teacher))
+        log_s, log_t = self.log_probabilities(student, teacher)
         powers = self.gamma * log_t
         size = powers.logsumexp(-1, keepdim=True)  # logarithm of the sum of the powers
         q = powers - size

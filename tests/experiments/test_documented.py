@@ -214,8 +214,7 @@ def called(folder: Path, name: str, flags: list[str]) -> None:
 @pytest.mark.parametrize("page", ["data.md", "lightning.md"])
 def test_the_python_of_a_page_runs_as_printed(page: str, tmp_path: Path) -> None:
     """That of other pages: test_pages.py, test_attention.py, test_pipeline.py and test_quantize.py."""
-    process = Run(run_blocks, page, tmp_path, log=tmp_path / "log")
-    assert process.wait() == 0, process.output
+    Run(run_blocks, page, tmp_path, log=tmp_path / "log").check()
 
 
 def run_blocks(page: str, folder: Path) -> None:

@@ -6,10 +6,8 @@ import shutil
 import signal
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -18,11 +16,9 @@ from experiments import gpt
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from lit_modules.tasks import TokenScores
-from tests.commands import left_by_overwriting, refused, results
+from tests.commands import Refusal, kill_at, lasting, left_by_overwriting, nets, results, start
 from tests.grids import mostly_slow
-from tests.harness.test_resume import kill_at
 from tests.language import written
-from tests.processes import Run
 from tests.training import assert_same
 
 NET = ["--net.num_layers", "2", "--net.num_heads", "2", "--net.embed_dim", "16", "--net.dropout", "0.1"]
@@ -138,74 +134,47 @@ def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("prompt", "said"), [
     ("Q∂ é", "unknown: 'Q' 'é' '∂'"), ("", "expected 1 to 16 tokens"), ("a" * 17, "not 17"),
 ])  # fmt: skip
-def test_a_prompt_that_the_net_cannot_take(
-    prompt: str, said: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(gpt.main, ["--sample", prompt, "--run", str(finished)], f"--sample '{prompt}': ", said, tmp_path, capsys)
+def test_a_prompt_that_the_net_cannot_take(prompt: str, said: str, finished: Path, refusal: Refusal) -> None:
+    line = refusal(gpt.main, "--sample", prompt, "--run", finished)
+    assert line.startswith(f"--sample '{prompt}': ")
+    assert said in line
 
 
-def test_a_run_of_another_experiment_has_no_net_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_experiment_has_no_net_that_writes(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "results.json").write_text(json.dumps({"experiment": "comm", "format": 1}))
-    said = f"--run {tmp_path}: expected a run of gpt.py; this one is of comm.py"
-    refused(gpt.main, ["--sample", "a", "--run", str(tmp_path)], said, "", tmp_path, capsys)
+    expected = f"--run {tmp_path}: expected a run of gpt.py; this one is of comm.py"
+    assert refusal(gpt.main, "--sample", "a", "--run", tmp_path).startswith(expected)
 
 
-def test_a_rate_too_high_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*QUICK, "--data.path", str(written(tmp_path)), "--model.lr", "1e30", "--model.clip_norm", "0"]
-    with pytest.raises(SystemExit) as stop:
-        gpt.main([*flags, "--out", str(tmp_path / "run")])
-    assert stop.value.code == 2
-    assert "error: --model.lr 1e+30: expected settings that train the net; with seed 0" in capsys.readouterr().err
+def test_a_rate_too_high_is_named(tmp_path: Path, refusal: Refusal) -> None:
+    flags = [*QUICK, "--data.path", written(tmp_path), "--model.lr", "1e30", "--model.clip_norm", "0"]
+    line = refusal(gpt.main, *flags, "--out", tmp_path / "run")
+    assert line.startswith("--model.lr 1e+30: expected settings that train the net; with seed 0")
 
 
-def ended(out: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Weights, and the results without times and places."""
-    found = results(out)
-    for facts in found["runs"]:
-        facts |= {"fit_seconds": None, "step_ms": None}
-    return torch.load(out / "seed0" / "gpt" / "weights.pt", weights_only=True), (found["runs"], found["samples"])
-
-
-@pytest.mark.parametrize("devices", mostly_slow(["1", "2"], "2"))
+@pytest.mark.parametrize("devices", mostly_slow(["1", "2"], "1"))
 def test_killed_and_resumed_it_ends_the_same(devices: str, tmp_path: Path) -> None:
     flags = [*QUICK, "--data.path", str(written(tmp_path)), "--trainer.devices", devices, "--checkpoint_every", "1e-9"]
-
-    def start(name: str, *more: str, call: int | None = None) -> Run:
-        def main() -> None:
-            if call is not None:
-                kill_at(SafePoints, "on_train_batch_start", call, after=True)()
-            gpt.main([*flags, "--out", str(tmp_path / name), *more])
-
-        return Run(main, log=tmp_path / f"{name}.log")
-
-    whole = start("whole")
-    assert whole.wait() == 0, whole.output
-    assert [f"step {step}/12" in whole.output for step in (4, 8, 12)] == [True] * 3
-    killed = start("run", call=7)
-    assert killed.wait() == -signal.SIGKILL, killed.output
-    resumed = start("run", "--resume", "true")
-    assert resumed.wait() == 0, resumed.output
-    one, other = ended(tmp_path / "whole"), ended(tmp_path / "run")
-    assert_same(one[0], other[0])
-    assert one[1] == other[1]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    output = start(whole, *flags, main=gpt.main).check()
+    assert [f"step {step}/12" in output for step in (4, 8, 12)] == [True] * 3
+    killed = kill_at(SafePoints, "on_train_batch_start", 7, after=True)
+    start(run, *flags, before=killed, main=gpt.main).check(-signal.SIGKILL)
+    start(run, *flags, "--resume", "true", main=gpt.main).check()
+    assert_same(nets(run), nets(whole))
+    assert lasting(results(run)) == lasting(results(whole))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
 def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    flags, found = [*QUICK, "--data.path", str(written(tmp_path))], []
-    for devices, compiled in (("1", "false"), ("2", "true")):
-        out = tmp_path / devices
-        run = Run(
-            gpt.main,
-            [*flags, "--trainer.devices", devices, "--compile", compiled, "--out", str(out)],
-            log=tmp_path / "log",
-        )
-        assert run.wait() == 0, run.output
-        found.append((ended(out)[0], results(out)["runs"][0]["test_loss"]))
-    assert_same(found[0][0], found[1][0], atol=1e-4)
-    assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
+    flags, runs = [*QUICK, "--data.path", str(written(tmp_path))], [tmp_path / "1", tmp_path / "2"]
+    for out, compiled in zip(runs, ("false", "true"), strict=True):
+        start(out, *flags, "--trainer.devices", out.name, "--compile", compiled, main=gpt.main).check()
+    assert_same(*map(nets, runs), atol=1e-4)
+    losses = [results(out)["runs"][0]["test_loss"] for out in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.real_data

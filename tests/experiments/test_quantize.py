@@ -19,7 +19,7 @@ from harness.runs.nets import save_net
 from harness.studies.deploy import Row, Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
-from tests.commands import left_by_overwriting, refused, results
+from tests.commands import Refusal, left_by_overwriting, results
 from tests.experiments.test_documented import start_fresh
 from tests.processes import Run
 from tests.training import net
@@ -67,8 +67,7 @@ def follow(folder: Path) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("deploy")
-    command = Run(follow, folder, log=folder / "log")
-    assert command.wait() == 0, command.output
+    Run(follow, folder, log=folder / "log").check()
     return folder
 
 
@@ -94,14 +93,8 @@ def test_the_page_leaves_what_it_says(run: Path) -> None:
     assert found["data"] == {"name": "Digits", "train": 1293, "validation": 144, "test": 360}
     taught = results(run / "runs" / "digits")["students"]["kd"]
     assert found["rows"][0]["test_correct"] == taught["test_correct"][0]
-    for name in (
-        "report.html",
-        "results.md",
-        "results.png",
-        "config.yaml",
-        "environment.json",
-        "seed0/int8-qat/best.pt",
-    ):
+    files = ("report.html", "results.md", "results.png", "config.yaml", "environment.json", "seed0/int8-qat/best.pt")
+    for name in files:
         assert (run / "runs" / "int8" / name).stat().st_size > 0
     report = (run / "runs" / "int8" / "report.html").read_text()
     assert "quantize.py " in report.partition("The command that repeats it")[2]
@@ -140,10 +133,8 @@ def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
     before = results(out)
     unfinished = out / "seed0" / "int8-qat.ckpt"  # as of a process that was killed before it took it away
     unfinished.touch()
-    again = Run(resume, run, out, log=tmp_path / "log")
-    assert again.wait() == 0, again.output
+    assert "epoch" not in Run(resume, run, out, log=tmp_path / "log").check()
     assert results(out)["rows"] == before["rows"]
-    assert "epoch" not in again.output
     assert not unfinished.exists()
     assert left_by_overwriting(out, tmp_path) == set()
 
@@ -164,6 +155,7 @@ def resume(run: Path, out: Path) -> None:
     quantize.main(["--out", str(out), "--resume", "true"])
 
 
+@pytest.mark.slow
 @needs_extras
 def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +180,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
 
     monkeypatch.setattr(formats, "write_onnx", write_onnx)
     command = Run(fresh, out, log=tmp_path / "log")
-    assert command.wait() == 1, command.output
+    command.check(1)
     rows = {row["format"]: row for row in results(out)["rows"]}
     assert list(rows) == FORMATS
     assert {name: {Path(file).name for file in row["files"]} for name, row in rows.items()} == {
@@ -210,7 +202,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
     assert (out / "seed0" / "student" / "weights.pt").is_file()
     monkeypatch.setattr(Study, "_measure", lambda _study, nets: print("once more:", *nets))
     again = Run(fresh, out, "--resume", "true", log=tmp_path / "again")
-    assert again.wait() == 0, again.output
+    again.check()
     assert f"once more: {' '.join(FORMATS)}" in again.output
     assert "epoch" not in again.output
 
@@ -236,25 +228,24 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_extras
 @pytest.mark.parametrize("flags", [["--student", "DeepNN"], ["--student_epochs", "3"]])
-def test_a_run_has_its_student(
-    flags: list[str], student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [*flags, "--run", str(student), "--data", "Digits"]
-    refused(quantize.main, flags, " ".join(flags[:2]), "left out", tmp_path, capsys)
+def test_a_run_has_its_student(flags: list[str], student: Path, refusal: Refusal) -> None:
+    line = refusal(quantize.main, *flags, "--run", student, "--data", "Digits")
+    assert line.startswith(" ".join(flags))
+    assert "left out" in line
 
 
 @needs_extras
 @pytest.mark.parametrize("whose", ["student", "teacher"])
-def test_a_layer_that_a_net_has_not_is_the_objectives(
-    whose: str, student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    layer = [f"--objective.{whose}_layer", "none"]
-    flags = ["--run", str(student), "--data", "Digits", "--teacher", str(student), "--objective", "Cosine", *layer]
-    refused(quantize.main, flags, " ".join(layer), "a layer of LightNN", tmp_path, capsys)
+def test_a_layer_that_a_net_has_not_is_the_objectives(whose: str, student: Path, refusal: Refusal) -> None:
+    flag = f"--objective.{whose}_layer"
+    flags = ["--data", "Digits", "--teacher", student, "--objective", "Cosine", flag, "none"]
+    line = refusal(quantize.main, "--run", student, *flags)
+    assert line.startswith(f"{flag} none")
+    assert "a layer of LightNN" in line
 
 
 def test_a_student_is_quantised_on_the_data_of_its_run(
-    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
     settings = {"data": {"class_path": "datamodules.Digits", "init_args": {"train_size": 200, "partition": None}}}
     (student.parent.parent / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -275,17 +266,18 @@ def test_a_student_is_quantised_on_the_data_of_its_run(
     assert parsed(["--run", "."]).data.init_args["train_size"] == 200
     text = {"class_path": "datamodules.Text", "init_args": {"train_size": 5}}
     (student.parent.parent / "config.yaml").write_text(yaml.safe_dump({"data": text}))
-    refused(quantize.main, ["--run", "."], "--run .", "its run's data is datamodules.Text\n", tmp_path, capsys)
+    assert refusal(quantize.main, "--run", ".").endswith("its run's data is datamodules.Text")
     (student.parent.parent / "config.yaml").unlink()
 
 
-def test_a_run_s_folder_in_place_of_a_net_s_names_the_nets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("kd", "teacher"):
-        (tmp_path / "run" / "seed0" / name).mkdir(parents=True)
-        (tmp_path / "run" / "seed0" / name / "net.yaml").write_text("")
+def test_a_run_s_folder_in_place_of_a_net_s_names_the_nets(tmp_path: Path, refusal: Refusal) -> None:
     run = tmp_path / "run"
-    said = f"; or --data, what it learnt from; there: {run}/seed0/kd, {run}/seed0/teacher\n"
-    refused(quantize.main, ["--run", str(run)], f"--run {run}: expected a net's folder", said, tmp_path, capsys)
+    for name in ("kd", "teacher"):
+        (run / "seed0" / name).mkdir(parents=True)
+        (run / "seed0" / name / "net.yaml").write_text("")
+    line = refusal(quantize.main, "--run", run)
+    assert line.startswith(f"--run {run}: expected a net's folder")
+    assert line.endswith(f"; or --data, what it learnt from; there: {run}/seed0/kd, {run}/seed0/teacher")
 
 
 def parsed(flags: list[str]) -> Any:
@@ -293,45 +285,34 @@ def parsed(flags: list[str]) -> Any:
 
 
 @needs_extras
-def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, refusal: Refusal) -> None:
     other = tmp_path / "other"
     shutil.copytree(student, other)
-    spec = (other / "net.yaml").read_text()
-    (other / "net.yaml").write_text(spec.replace("LightNN", "DeepNN"))
-    flags = ["--run", str(other), "--data", "Digits"]
-    refused(
-        quantize.main,
-        flags,
-        f"--run {other}",
-        "missing: features.2.weight, features.2.bias, features.5",
-        tmp_path,
-        capsys,
-    )
-    (other / "net.yaml").write_text(spec)
-    whole = (other / "weights.pt").read_bytes()
-    (other / "weights.pt").write_bytes(whole[: len(whole) // 2])
-    refused(quantize.main, flags, f"--run {other}", "cut short", tmp_path, capsys)
-    larger = {"depth": 8, "input_shape": [1, 16, 16], "num_classes": 10}  # it could take others, too
-    save_net(ResNet(**larger), {"class_path": "lit_modules.nets.ResNet", "init_args": larger}, other)
-    refused(quantize.main, flags, f"--run {other}", "(1, 8, 8), as this data has them", tmp_path, capsys)
-    backwards = {**yaml.safe_load(spec), "classes": [*"9876543210"]}
-    (other / "weights.pt").write_bytes(whole)
-    (other / "net.yaml").write_text(yaml.safe_dump(backwards))
-    refused(quantize.main, flags, f"--run {other}", "its first is 9, and not 0", tmp_path, capsys)
-    (other / "net.yaml").write_text(yaml.safe_dump({"class_path": "lit_modules.nets.ResNet", "init_args": [21]}))
-    refused(quantize.main, flags, f"--run {other}", "with weights.pt and net.yaml", tmp_path, capsys)
+    spec, whole = (other / "net.yaml").read_text(), (other / "weights.pt").read_bytes()
+    settings, larger = yaml.safe_load(spec), {"depth": 8, "input_shape": [1, 16, 16], "num_classes": 10}
 
+    def says(expected: str, net: str | dict[str, Any] = spec, weights: bytes = whole) -> None:
+        (other / "net.yaml").write_text(net if isinstance(net, str) else yaml.safe_dump(net))
+        (other / "weights.pt").write_bytes(weights)
+        line = refusal(quantize.main, "--run", other, "--data", "Digits")
+        assert line.startswith(f"--run {other}")
+        assert expected in line
 
-def test_a_missing_extra_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    refused(quantize.main, [], "torchao", extras.install_command("quant"), tmp_path, capsys)
+    says("missing: features.2.weight, features.2.bias, features.5", spec.replace("LightNN", "DeepNN"))
+    says("cut short", weights=whole[: len(whole) // 2])
+    says("its first is 9, and not 0", {**settings, "classes": [*"9876543210"]})
+    says("with weights.pt and net.yaml", {"class_path": "lit_modules.nets.ResNet", "init_args": [21]})
+    resnet = {"class_path": "lit_modules.nets.ResNet", "init_args": larger}
+    save_net(ResNet(**larger), resnet, other)  # it could take others, too
+    says("(1, 8, 8), as this data has them", (other / "net.yaml").read_text(), (other / "weights.pt").read_bytes())
 
 
 @needs_extras
-def test_so_is_the_other_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("package", "extra"), [("torchao", "quant"), ("onnxscript", "export")])
+def test_a_missing_extra_is_one_line(
+    package: str, extra: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    refused(quantize.main, [], "onnxscript", extras.install_command("export"), tmp_path, capsys)
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refusal(quantize.main)
+    assert line.startswith(package)
+    assert extras.install_command(extra) in line

@@ -90,8 +90,7 @@ class Awkward(torch.nn.Module):
 
 @pytest.mark.slow
 def test_what_is_not_compiled_as_it_is_told_is_not_timed(tmp_path: Path) -> None:
-    run = Run(timed, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
+    Run(timed, log=tmp_path / "log").check()
 
 
 def timed() -> None:

@@ -62,7 +62,7 @@ def test_rank_zero_is_killed_in_the_exact_mode_and_another_job_is_refused(tmp_pa
     assert (tmp_path / "Killed").exists()
     assert weights(tmp_path / "run") == weights(whole)
     again = Run(torchrun, "A", ["--nproc_per_node", "2", *meeting()], argv, tmp_path, log=tmp_path / "again")
-    assert again.wait() == 1
+    again.check(1)
     said = [line for line in again.output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, again.output
     assert said[0].startswith("error: --out run: expected a new folder")

@@ -82,16 +82,20 @@ def test_a_rank_by_hand_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert (settings["num_nodes"], settings["devices"], place.node_rank(), place.local_rank()) == (2, 2, 1, 1)
 
 
-SRUN = """#!/bin/bash
-printf '%s\\n' "$MASTER_ADDR" "$MASTER_PORT" "$@" > told
-"""
+def stand_in(folder: Path, srun: str, scontrol: str) -> dict[str, str]:
+    """The environment in which these scripts are SLURM's commands."""
+    for name, text in {"srun": srun, "scontrol": scontrol}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+SRUN = """printf '%s\\n' "$MASTER_ADDR" "$MASTER_PORT" "$@" > told"""
 
 
 def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
-    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\n[ $3 = 'n[1-2]' ] && printf 'n1\\nn2\\n'\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1234567"}
+    given = stand_in(tmp_path, SRUN, "[ $3 = 'n[1-2]' ] && printf 'n1\\nn2\\n'")
+    given |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1234567"}
     assert Command("bash", ROOT / "docs" / "slurm.sbatch", *EXACT, log=tmp_path / "log", **given).wait() == 0
     address, port, option, python, script, *argv = (tmp_path / "told").read_text().splitlines()
     assert (address, port, option, python, script) == (
@@ -105,10 +109,7 @@ def test_the_script_for_slurm(alone: dict[str, bytes], tmp_path: Path) -> None:
 
 
 def test_a_requeued_job_for_slurm_goes_on(tmp_path: Path) -> None:
-    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho n1\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7"}
+    given = stand_in(tmp_path, SRUN, "echo n1") | {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7"}
     (tmp_path / "runs" / "kd" / "slurm-7").mkdir(parents=True)
     (tmp_path / "runs" / "kd" / "slurm-7" / "config.yaml").touch()
     for more, out in (({}, "runs/kd/slurm-7"), ({"OUT": "runs/other"}, "runs/other")):
@@ -121,23 +122,19 @@ def is_free(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
-EACH_NODE = """#!/bin/bash
-shift
+EACH_NODE = """shift
 export SLURM_NTASKS=2
 SLURM_PROCID=0 SLURM_NODEID=0 "$@" & first=$!
 SLURM_PROCID=1 SLURM_NODEID=1 "$@" & second=$!
-wait $first && wait $second
-"""
+wait $first && wait $second"""
 
 
 @pytest.mark.slow
 def test_the_script_for_slurm_that_starts_torchrun(alone: dict[str, bytes], tmp_path: Path) -> None:
-    for name, text in {"srun": EACH_NODE, "scontrol": "#!/bin/bash\nprintf '127.0.0.1\\nn2\\n'\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    given = stand_in(tmp_path, EACH_NODE, "printf '127.0.0.1\\nn2\\n'")
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     job = next(number for number in range(os.getpid() % 10000, 15000) if is_free(15000 + number))
-    given = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OUT": str(tmp_path / "run")}
+    given |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OUT": str(tmp_path / "run")}
     given |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(job), "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}
     given |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NAME": "kd"}
     run = Command("bash", ROOT / "docs" / "slurm_torchrun.sbatch", *EXACT, log=tmp_path / "log", **given)
@@ -151,13 +148,10 @@ def mpi() -> str:
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun: Debian's openmpi-bin has it")
     folder = os.environ.get("APPRENTICE_MPI4PY", "")
-    found = subprocess.run(
-        [sys.executable, "-c", "import mpi4py.MPI"],
-        env=os.environ | {"PYTHONPATH": folder},
-        check=False,
-        capture_output=True,
-    )
-    if found.returncode:
+    env = os.environ | {"PYTHONPATH": folder}
+    if subprocess.run(
+        [sys.executable, "-c", "import mpi4py.MPI"], env=env, check=False, capture_output=True
+    ).returncode:
         pytest.skip("there is no mpi4py: the extra [mpi] brings it, or APPRENTICE_MPI4PY names a folder with it")
     return folder
 
@@ -287,15 +281,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_world_that_never_gets_complete(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    argv = [
-        *TINY,
-        *MEET,
-        f"file://{tmp_path}/f",
-        "--trainer.strategy.timeout",
-        "10",
-        "--out",
-        out,
-    ]  # the two may start late
+    argv = [*TINY, *MEET, f"file://{tmp_path}/f", "--trainer.strategy.timeout", "10", "--out", out]  # they may be late
     lines = told(ranks(by_hand(3, [0, 2]), argv, tmp_path / "log"), out)
     assert lines == ["error: --trainer.strategy.timeout 10: expected 3 ranks within that time; rank 1 has not come"]
 

@@ -39,12 +39,6 @@ def test_a_logger_of_lightnings_has_every_value_and_the_hyperparameters(tmp_path
         assert [each[name] for each in entry["epochs"][0]] == pytest.approx(logged, rel=1e-6)  # in float32
 
 
-@pytest.mark.parametrize("false", ["false", "False"])
-def test_no_logger(false: str, tmp_path: Path) -> None:
-    kd.main([*KD, "--trainer.logger", false, "--out", str(tmp_path / "run")])
-    assert not list(tmp_path.rglob("events.*"))
-
-
 @pytest.mark.slow
 @pytest.mark.extras("wandb")
 def test_weights_and_biases_offline_has_a_run_for_each_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from datamodules import ImageFolder, fingerprints
 from experiments import compare, kd, quantize
 from harness.runs import folders
 from harness.runs.files import write_json
-from tests.commands import results
+from tests.commands import Refusal, results
 from tests.datamodules.test_image_folder import picture
-from tests.figures import sketch
 
 FLAGS = [
     "--data", "ImageFolder", "--teacher", "LightNN", "--only", "ce", "--trainer.max_epochs", "1", "--seeds", "1",
@@ -29,9 +26,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, count in (("train", 10), ("test", 4)):
         for number in range(2 * count):
             picture(folder / "set" / part / "ab"[number % 2] / f"{number}.bmp", number, (8, 8))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "draw", sketch)
-        kd.main([*FLAGS, "--data.root", str(folder / "set"), "--out", str(folder / "run")])
+    kd.main([*FLAGS, "--data.root", str(folder / "set"), "--out", str(folder / "run")])
     return folder
 
 
@@ -39,16 +34,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(begun: Path, tmp_path: Path) -> Path:
     """A copy of both, with other times, at another place."""
     return Path(shutil.copytree(begun, tmp_path / "copy", copy_function=shutil.copyfile))
-
-
-def stopped(main: Callable[[list[str]], None], flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(flags)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
 
 
 def files(folder: Path) -> dict[Path, bytes]:
@@ -61,11 +46,8 @@ def test_a_copy_elsewhere_is_the_same_data(folder: Path) -> None:
     kd.main(flags)
     after = results(folder / "run")
     assert after["students"]["ce"]["test_acc"][0] == before["students"]["ce"]["test_acc"][0]
-    assert (
-        after["fingerprint"]
-        == before["fingerprint"]
-        == json.loads((folder / "run/data.json").read_text())["fingerprint"]
-    )
+    described = json.loads((folder / "run/data.json").read_text())
+    assert after["fingerprint"] == before["fingerprint"] == described["fingerprint"]
     assert after["config"]["data"]["init_args"]["root"] == str(folder / "set")
 
 
@@ -78,14 +60,14 @@ MORE = {
 
 
 @pytest.mark.parametrize("more", MORE)
-def test_other_data_are_refused(folder: Path, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_are_refused(folder: Path, more: str, refusal: Refusal) -> None:
     picture(folder / "set/train/a/new.bmp", 50, (8, 8))
     picture(folder / "set/test/b/1.bmp", 51, (8, 8))
     before = files(folder / "run")
     flags = ["--out", str(folder / "run"), "--resume", "true", "--data.root", str(folder / "set"), *MORE[more]]
-    assert stopped(kd.main, flags, capsys) == (
-        f"error: --data ImageFolder: expected the samples with which the run in {folder / 'run'} began; others are in "
-        "train (18 then, 19 now), validation (2 then and now), test (8 then and now): take another --out\n"
+    assert refusal(kd.main, *flags) == (
+        f"--data ImageFolder: expected the samples with which the run in {folder / 'run'} began; others are in "
+        "train (18 then, 19 now), validation (2 then and now), test (8 then and now): take another --out"
     )
     assert files(folder / "run") == before
 
@@ -105,32 +87,28 @@ def test_other_times_of_a_large_set_are_told(
     )
 
 
-def test_runs_of_other_data_are_not_one_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_data_are_not_one_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
+) -> None:
     picture(folder / "set/test/b/1.bmp", 51, (8, 8))
-    flags = [*FLAGS, "--data.root", str(folder / "set"), "--out", str(folder / "other")]
+    run, other = folder / "run", folder / "other"
+    flags = [*FLAGS, "--data.root", str(folder / "set"), "--out", str(other)]
     kd.main([*flags, "--seeds", "[0,1]"])
-    pair = [str(folder / "run"), str(folder / "other")]
     capsys.readouterr()
-    compare.main([*pair, "--out", str(folder / "compared")])
-    assert "other is not compared with run/ce: other data (other samples in test)." in capsys.readouterr().out.replace(
-        "\n", " "
-    )
+    compare.main([str(run), str(other), "--out", str(folder / "compared")])
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "other is not compared with run/ce: other data (other samples in test)." in shown
     kd.main([*flags, "--seeds", "[1]", "--overwrite", "true"])
-    told = stopped(compare.main, ["--pool", *pair, "--out", str(folder / "pooled")], capsys)
-    assert told.endswith("differs from run in its seeds alone; test: the samples are others\n")
+    line = refusal(compare.main, "--pool", run, other, "--out", folder / "pooled")
+    assert line.endswith("differs from run in its seeds alone; test: the samples are others")
 
 
 @pytest.mark.extras
-def test_a_student_is_quantised_on_the_samples_of_its_run(
-    begun: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = folder / "run/config.yaml"
+def test_a_student_is_quantised_on_the_samples_of_its_run(begun: Path, folder: Path, refusal: Refusal) -> None:
+    run, settings = folder / "run", folder / "run/config.yaml"
     settings.write_text(settings.read_text().replace(str(begun), str(folder)))
     picture(folder / "set/train/a/new.bmp", 50, (8, 8))
-    flags = ["--run", str(folder / "run/seed0/ce"), "--out", str(folder / "int8")]
-    said = stopped(quantize.main, flags, capsys)
-    assert said.startswith(
-        f"error: --data ImageFolder: expected the samples with which the run in {folder / 'run'} began"
-    )
-    assert said.endswith("train (18 then, 19 now), validation (2 then and now): train a student of these\n")
+    line = refusal(quantize.main, "--run", run / "seed0/ce", "--out", folder / "int8")
+    assert line.startswith(f"--data ImageFolder: expected the samples with which the run in {run} began")
+    assert line.endswith("train (18 then, 19 now), validation (2 then and now): train a student of these")
     assert not (folder / "int8").exists()

@@ -97,16 +97,10 @@ def tell() -> None:
     print("live" if is_live() else "plain")
 
 
-@pytest.mark.parametrize(
-    ("env", "size", "expected"),
-    [
-        ({}, (80, 24), "live"),
-        ({"TERM": "dumb"}, (80, 24), "plain"),
-        ({"TERM": "unknown"}, (80, 24), "plain"),
-        ({"NO_COLOR": "1"}, (80, 24), "plain"),
-        ({}, (0, 0), "plain"),
-    ],
-)
+@pytest.mark.parametrize(("env", "size", "expected"), [
+    ({}, (80, 24), "live"), ({"TERM": "dumb"}, (80, 24), "plain"), ({"TERM": "unknown"}, (80, 24), "plain"),
+    ({"NO_COLOR": "1"}, (80, 24), "plain"), ({}, (0, 0), "plain"),
+])  # fmt: skip
 def test_lines_where_a_terminal_can_not_be_redrawn(env: dict[str, str], size: tuple[int, int], expected: str) -> None:
     assert on_terminal(tell, columns=size[0], rows=size[1], **env).lines == [expected]
 
@@ -129,15 +123,11 @@ class Trainers:
         return self.make(enable_checkpointing=False, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], Display),
-        (["--trainer.enable_progress_bar", "false"], Lines),
-        (["--trainer.enable_progress_bar", "true"], RichProgressBar),
-        (["--trainer.callbacks", "TQDMProgressBar"], TQDMProgressBar),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), [
+    ([], Display), (["--trainer.enable_progress_bar", "false"], Lines),
+    (["--trainer.enable_progress_bar", "true"], RichProgressBar),
+    (["--trainer.callbacks", "TQDMProgressBar"], TQDMProgressBar),
+])  # fmt: skip
 def test_the_user_chooses_the_progress_bar(flags: list[str], expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "is_live", lambda: True)
     make = Trainers(*flags)
@@ -184,7 +174,5 @@ def test_steps_are_counted_where_epochs_are_not(
 def test_what_will_run_is_told_first(tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = ["--only", "ce", "--teacher", "LightNN", *SMALL, "--trainer.limit_train_batches", "1", "--out", str(out)]
-    run = Run(kd.main, flags, log=tmp_path / "log")
-    assert run.wait() == 0
-    first = run.output.splitlines()[0]
+    first = Run(kd.main, flags, log=tmp_path / "log").check().splitlines()[0]
     assert first == f"kd: data Digits, teacher LightNN, student LightNN, variants ce, seed 0; writes to {out}"

@@ -35,7 +35,7 @@ HOSTILE = [
 NAMES = ["", "x", "é", "0", "0.x", "-1", "class_path", "init_args", "init_args.lr", "lr", "monitor", "x" * 300]
 LETTERS = st.characters(codec="utf-8", exclude_characters="\x85")  # which PyYAML reads as a space
 ALL_CHECKS = list(HealthCheck)
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=ALL_CHECKS)
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=ALL_CHECKS)
 MANY = settings(QUICK, max_examples=700)
 
 

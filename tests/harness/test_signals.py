@@ -60,9 +60,7 @@ def test_no_signal_is_lost(place: Callable[[], None], tmp_path: Path) -> None:
             place()
             print("after")
 
-    run = Run(main, log=tmp_path / "log")
-    assert run.wait() == 128 + signal.SIGTERM, run.output
-    assert run.output == "before\ngo on so\n"
+    assert Run(main, log=tmp_path / "log").check(128 + signal.SIGTERM) == "before\ngo on so\n"
 
 
 def test_a_run_says_how_it_goes_on(tmp_path: Path) -> None:
@@ -72,9 +70,8 @@ def test_a_run_says_how_it_goes_on(tmp_path: Path) -> None:
         nets.save_net.__globals__["write_spec"] = lambda *_: in_a_weak_reference()
         kd.main(["--seeds", "1", "--trainer.max_epochs", "1", "--teacher", "LightNN", "--out", str(out)])
 
-    run = Run(main, log=tmp_path / "log")
-    assert run.wait() == 128 + signal.SIGTERM, run.output
-    assert run.output.endswith(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
+    output = Run(main, log=tmp_path / "log").check(128 + signal.SIGTERM)
+    assert output.endswith(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
     assert (out / "seed0" / "teacher.ckpt").exists()
     assert not (out / "seed0" / "teacher.json").exists()
 
@@ -86,9 +83,7 @@ def test_a_notebook_lives_on(tmp_path: Path) -> None:
             stop()
         print("alive")
 
-    run = Run(main, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
-    assert run.output == "alive\n"
+    assert Run(main, log=tmp_path / "log").check() == "alive\n"
 
 
 def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +96,5 @@ def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             CONTEXT.Process(target=time.sleep, args=[300]).start()
             stop()
 
-    run = Run(main, log=tmp_path / "log")
-    assert run.wait() == 128 + signal.SIGTERM, run.output  # no process is left, too
+    Run(main, log=tmp_path / "log").check(128 + signal.SIGTERM)  # no process is left, too
     assert not any((tmp_path / "temporary").iterdir())

@@ -66,15 +66,9 @@ def test_every_method_tries_the_same_values_of_the_optimizer(run: Any) -> None:
 
 
 def test_flags_narrow_and_add_spaces(run: Any) -> None:
-    flags = [
-        "--search.kd.temperature",
-        "log(2, 3)",
-        "--search.optimizer.lr",
-        "[0.1,0.2]",
-        "--search.kd.kd_weight",
-        "0.5",
-    ]
-    made = run("--only", "kd", "--tune", "4", *flags, "--search.kd.ce_weight", "linear(0,1)")
+    searched = {"kd.temperature": "log(2, 3)", "optimizer.lr": "[0.1,0.2]", "kd.kd_weight": "0.5"}
+    searched |= {"kd.ce_weight": "linear(0,1)"}
+    made = run("--only", "kd", "--tune", "4", *(f"--search.{key}={value}" for key, value in searched.items()))
     found = spaces.spaces(made.config, made.arms["kd"])
     assert found["temperature"] == Log(2, 3)
     assert found["kd_weight"] == Choice((0.5,))
@@ -88,13 +82,10 @@ def test_flags_narrow_and_add_spaces(run: Any) -> None:
 
 def test_layers_are_searched_where_a_method_or_a_flag_names_them(run: Any) -> None:
     flag = ["--search.cosine.student_layer", "[stage1,stage2]"]
-    fitnet = ["--variants.fitnet", "FitNet"]
-    made = run("--only", "cosine", "fitnet", "hint", "--tune", "8", *fitnet, *flag)
+    made = run("--only", "cosine", "fitnet", "hint", "--tune", "8", "--variants.fitnet", "FitNet", *flag)
     Tuning(made).check()
-    tried = {
-        name: {trial.method.init_args["student_layer"] for trial in trials}
-        for name, trials in Tuning(made).trials.items()
-    }
+    trials = Tuning(made).trials
+    tried = {name: {trial.method.init_args["student_layer"] for trial in trials[name]} for name in trials}
     assert tried == {"cosine": {"default", "stage1", "stage2"}, "fitnet": {"middle", "stage-1"}, "hint": {"default"}}
 
 
@@ -105,6 +96,7 @@ def test_settings_are_never_the_same_twice(run: Any, capfd: pytest.CaptureFixtur
     assert "ce: 2 settings, as its options have no more" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_setting_of_the_zoo_builds(run: Any) -> None:
     made = run("--zoo", "true", "--tune", "4")
     assert len(made.arms) > 20
@@ -136,54 +128,49 @@ def test_rungs_are_thirds_and_half_of_the_settings_go_on() -> None:
     assert best_trials(scores, BITS, 2) == [0, 4]
 
 
-def test_memory_decides_how_many_train_side_by_side(
-    run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def largest(run: Any) -> tuple[Any, list[Any], float]:
+    """A search of 8 settings, these, and the bytes that the largest takes."""
     made = run("--only", "ce", "kd", "--tune", "4")
     trials = [trial for of_row in Tuning(made).trials.values() for trial in of_row]
+    module = made.students(3, made.arms.values(), made.teacher(3).net)
+    size = sum(p.numel() * 4 for p in module.students["kd"].parameters())
+    largest = max(waves.student_bytes(module, name, made.session, 1) for name in ("ce", "kd"))
+    assert 4 * size < largest < 100 * size
+    return made, trials, largest
+
+
+def test_memory_decides_how_many_train_side_by_side(
+    largest: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, trials, size = largest
     units = [[trial] for trial in trials]
     assert waves.in_waves(made, units) == [[trial.name for trial in trials]]
-    module = made.students(3, made.arms.values(), made.teacher(3).net)
-    largest = max(waves.student_bytes(module, name, made.session, 1) for name in ("ce", "kd"))
-    size = sum(p.numel() * 4 for p in module.students["kd"].parameters())
-    assert 4 * size < largest < 100 * size
-    monkeypatch.setattr(waves, "available_bytes", lambda: math.ceil(3 * largest / waves.SHARE) + 8)
-    split = waves.in_waves(made, units)
-    assert [len(wave) for wave in split] == [3, 3, 2]
+    monkeypatch.setattr(waves, "available_bytes", lambda: math.ceil(3 * size / waves.SHARE) + 8)
+    assert [len(wave) for wave in waves.in_waves(made, units)] == [3, 3, 2]
     assert "tuning: 8 settings in 3 waves of at most 3, as one takes up to " in capfd.readouterr().out
 
 
 def test_a_gpu_is_asked_for_its_memory_without_cuda(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    largest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("--only", "ce", "kd", "--tune", "4")
-    trials = [trial for of_row in Tuning(made).trials.values() for trial in of_row]
-    module = made.students(3, made.arms.values(), made.teacher(3).net)
-    largest = max(waves.student_bytes(module, name, made.session, 1) for name in ("ce", "kd"))
+    made, trials, size = largest
     gpus = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)), device_ids=[0, 1])
     monkeypatch.setattr(made.session, "trainer", lambda: SimpleNamespace(**vars(gpus), world_size=1))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
     tool = tmp_path / "nvidia-smi"
-
-    def split() -> list[int]:
-        return [len(wave) for wave in waves.in_waves(made, [[trial] for trial in trials])]
-
-    mebibytes = math.ceil(3 * largest / waves.SHARE / waves.MIB)
-    most = int(waves.SHARE * mebibytes * waves.MIB / largest)
+    mebibytes = math.ceil(3 * size / waves.SHARE / waves.MIB)
+    most = int(waves.SHARE * mebibytes * waves.MIB / size)
+    known = f'[ "$3" = --id=4,GPU-7 ] && echo 80000 && echo {mebibytes}'
     for answer, sizes in (
-        (
-            f'[ "$3" = --id=4,GPU-7 ] && echo 80000 && echo {mebibytes}',
-            [most] * (8 // most) + [8 % most] * (8 % most > 0),
-        ),
-        ("echo '[N/A]'", [8]),
-        ("exit 9", [8]),
-    ):
+        (known, [most] * (8 // most) + [8 % most] * (8 % most > 0)), ("echo '[N/A]'", [8]), ("exit 9", [8]),
+    ):  # fmt: skip
         tool.write_text(f"#!/bin/sh\n{answer}\n")
         tool.chmod(0o755)
-        assert split() == sizes
+        assert [len(wave) for wave in waves.in_waves(made, [[trial] for trial in trials])] == sizes
         unknown = "tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N\n"
-        assert (unknown in capfd.readouterr().out) is (sizes == [8])
+        assert (unknown in capfd.readouterr().out) is (answer != known)
     assert not torch.cuda.is_initialized()
 
 

@@ -85,10 +85,8 @@ def counted(row: dict[str, Any]) -> float:
 def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     torch.set_num_threads(2)  # starts none
-    with pytest.raises(SystemExit) as stop:
-        attention.main(["--out", str(copy), "--resume", "true"])
+    assert exit_code(attention, "--out", str(copy), "--resume", "true") == 2
     torch.set_num_threads(1)
-    assert stop.value.code == 2
     assert "measured: threads 1, not 2; or take another --out" in capsys.readouterr().err
 
 
