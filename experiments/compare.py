@@ -24,9 +24,9 @@ from typing import NoReturn
 from apprentice.errors import BadInput
 from harness.cli.messages import with_flag
 from harness.cli.sources import expand_home
-from harness.console import console
 from harness.reports import pages
 from harness.runs import environment
+from harness.start import console
 from harness.studies import compare as comparison
 
 

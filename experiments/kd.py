@@ -108,10 +108,9 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
 
     def _check_tuning(self) -> None:
-        own = {name: getattr(self, name) for name in ("tune_seeds", "tune_optimizer", "tune_wave")}
         if self.tune is None:
-            for name, value in own.items():
-                if value is not None:
+            for name in ("tune_seeds", "tune_optimizer", "tune_wave"):
+                if (value := vars(self)[name]) is not None:
                     raise BadInput(name, value, "--tune N beside it")
             return
         if self.tune < 2:

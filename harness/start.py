@@ -1,18 +1,29 @@
-"""The first line of a script, before torch is loaded: that takes seconds, and reads the environment."""
+"""The process of a script: its first line, before torch is loaded, and the terminal or pipe that it prints to.
+
+Loading torch takes seconds and reads the environment. The pipe may lack characters, and may close before the end.
+"""
 
 import atexit
+import codecs
 import gc
+import io
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 # Read by torch when it is loaded: its profiler logs to stderr, and so do ranks that lose another, with frames of C++.
 LOGS = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+PLAIN = {
+    "Δ": "diff", "±": "+-", "µ": "u", "²": "2", "…": "...", "—": "-", "–": "-", "·": "*", "√": "sqrt", "×": "x",
+}  # fmt: skip
+STREAMS = (1, 2)  # descriptors of stdout and stderr
+NO_READER = 141  # exit code: the shell's for SIGPIPE
 PATIENCE = 1.0  # seconds until a user at a terminal is told that something is going on
 _loading: list[threading.Timer] = []
 
@@ -21,10 +32,8 @@ def script(**variables: str) -> None:
     """Prepare the process for its imports, which take seconds.
 
     Ctrl-C ends them without a traceback; `session` handles signals after them. A terminal shows that they go on.
-    The script's folder is no place to import from: `attention.py` there would hide the user's own.
-
-    Args:
-        variables: of the environment, where the user has not set them.
+    The script's folder is no place to import from: `attention.py` there would hide the user's own. Sets variables of
+    the environment where the user has not.
     """
     if sys.path[:1] == [str(Path(sys.argv[0]).resolve().parent)]:  # Python has put it there
         del sys.path[0]
@@ -67,3 +76,74 @@ def run(main: Callable[[], None]) -> None:
         with suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads, or it is closed
             stream.flush()
     os._exit(code or 0)
+
+
+@contextmanager
+def console() -> Iterator[None]:
+    """Print plain characters where the stream's encoding lacks ours; end quietly when nobody reads any more.
+
+    Raises:
+        SystemExit: with code 141, where a write found the pipe closed, as by `| head -1`.
+    """
+    loaded()
+    try:
+        try:
+            with _plain_characters():
+                yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at exit the interpreter would print a traceback of what fails
+    except Exception as error:
+        if not is_unread(error):
+            raise
+        leave()
+        raise SystemExit(NO_READER) from None
+
+
+@contextmanager
+def _plain_characters() -> Iterator[None]:
+    codecs.register_error("plain", _plain)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="plain")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            if not stream.closed:
+                stream.reconfigure(errors=errors)
+
+
+def printable(text: str) -> str:
+    """The text as stdout shows it inside `console`, so that columns of a table are aligned."""
+    if not (isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "plain"):
+        return text
+    return text.encode(sys.stdout.encoding, "plain").decode(sys.stdout.encoding)
+
+
+def is_unread(error: Exception) -> bool:
+    """Whether this error, or the rank's of which it tells, is that stdout or stderr was closed at the other end."""
+    return "Broken pipe" in str(error) and any(map(_closed, STREAMS))
+
+
+def leave() -> None:
+    """Send to nowhere what is printed to a closed pipe or terminal from now on."""
+    for stream in filter(_closed, STREAMS):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
+
+
+def _closed(descriptor: int) -> bool:
+    if not hasattr(select, "poll"):  # on Windows
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end

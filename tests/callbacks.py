@@ -1,4 +1,4 @@
-"""Callbacks of tests: each rank notes facts in a file; a checkpoint is saved at a certain step."""
+"""Callbacks of tests: each rank notes facts in a file; batches are kept; a checkpoint is saved at a certain step."""
 
 import json
 from collections.abc import Callable
@@ -43,3 +43,35 @@ class SaveAndStop(Callback):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
             trainer.should_stop = trainer.should_stop or self.stop
+
+
+class Seen(Callback):
+    """Keeps the batches of each stage, and the steps that were done before those of training."""
+
+    def __init__(self) -> None:
+        self.train: list[Any] = []
+        self.validation: list[Any] = []
+        self.test: list[Any] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.train.append(batch)
+        self.steps.append(trainer.global_step)
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
+        self.validation.append(batch)
+
+    def on_test_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
+        self.test.append(batch)
+
+
+class Saver(Callback):
+    """A checkpoint at each call of one hook, named by the steps done."""
+
+    def __init__(self, folder: Path, hook: str) -> None:
+        self.folder = folder
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *args: object) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")

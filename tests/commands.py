@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs import folders
 from tests.processes import Run
@@ -169,3 +170,11 @@ def refused_elsewhere(
     line = refuse(main, ["--out", copy, "--resume", "true"], tmp_path, capsys)
     assert line == f"--resume true: expected {expected}"
     assert {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix} == before
+
+
+def bad_input(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The one line of the `BadInput` that a call raises."""
+    with pytest.raises(BadInput) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)

@@ -142,6 +142,23 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def variant(name: str, *layers: nn.Module, **members: Any) -> Make:
+    """Makes a `Plain` of another class, with other members: methods, attributes, modules."""
+
+    def make() -> LightningModule:
+        module = type(name, (Plain,), {k: x for k, x in members.items() if not isinstance(x, nn.Module)})(*layers)
+        for key, part in members.items():
+            if isinstance(part, nn.Module):
+                setattr(module, key, part)
+        return module
+
+    return make
+
+
+def loss(self: Any, output: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
 class Clock:
     """Stands in for the module `time` where layers are timed; only layers of tests move it."""
 

@@ -142,13 +142,7 @@ class SemiSupervised(Classifier):
 
 
 class Stream(IterableDataset):
-    """A file that is read row by row; ranks and workers take turns.
-
-    Args:
-        num_replicas: ranks that read rows of their own.
-        rank: this one's number.
-        rows: of the file.
-    """
+    """A file that is read row by row; ranks and workers take turns."""
 
     def __init__(self, num_replicas: int = 1, rank: int = 0, rows: int = ROWS) -> None:
         self.num_replicas, self.rank, self.rows = num_replicas, rank, rows
@@ -162,11 +156,7 @@ class Stream(IterableDataset):
 
 
 class Streamed(Classifier):
-    """Reads a stream by two workers a rank.
-
-    Args:
-        batch_size: a rank's.
-    """
+    """Reads a stream by two workers a rank."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
@@ -353,12 +343,7 @@ class Tempered(Classifier):
 
 
 class Writer(BasePredictionWriter):
-    """One file a rank of what is predicted by the batch, and one of the epoch; each row with its place in the set.
-
-    Args:
-        folder: for the files.
-        inputs: of the whole set, in order.
-    """
+    """One file a rank of what is predicted by the batch, and one of the epoch; each row with its place in the set."""
 
     def __init__(self, folder: Path, inputs: Tensor) -> None:
         super().__init__("batch_and_epoch")

@@ -91,14 +91,14 @@ def trainer(devices: int = 1, **kwargs: Any) -> Trainer:
     return Trainer(**options | kwargs)
 
 
-def on(place: str) -> dict[str, Any]:
-    """Options of `fit` for a strategy, by name, and its devices; "ddp 3", "pipeline 2 exact 4", "auto 1"."""
+def on(place: str, **more: Any) -> dict[str, Any]:
+    """Options of `fit` for a strategy, by name, and its devices: "ddp 3", "pipeline 2 exact 4", "auto 1"."""
     name, devices, *shards = place.split()
     if name == "auto":
         return {"devices": int(devices)}
     path, options = strategies.NAMES[name]
     exact = {"exact": int(shards[1])} if shards else {}
-    return {"devices": int(devices), "strategy": resolve_name(path)(timeout=60, **options, **exact)}
+    return {"devices": int(devices), "strategy": resolve_name(path)(timeout=60, **options, **exact, **more)}
 
 
 def fit(module: LightningModule, data: Digits, devices: int = 1, **kwargs: Any) -> LightningModule:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from apprentice.errors import BadInput
-from harness.console import is_unread
+from harness.start import is_unread
 
 if TYPE_CHECKING:
     from harness.cli.parser import Parser

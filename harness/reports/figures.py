@@ -47,21 +47,13 @@ def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.B
 
 @dataclass
 class Dot:
-    """What results.png and the plots of report.html draw of one net.
+    """What results.png and the plots of report.html draw of one net."""
 
-    Args:
-        name: as in the table.
-        values: the metric of each seed; None where it failed.
-        cost: its place on the horizontal axis, if known.
-        group: nets of one group share a colour; a teacher has none, and is grey.
-        metric: of the values.
-    """
-
-    name: str
-    values: Sequence[float | None]
-    cost: float | None
-    group: int | None
-    metric: Metric = ACCURACY
+    name: str  # as in the table
+    values: Sequence[float | None]  # the metric of each seed; None where it failed
+    cost: float | None  # its place on the horizontal axis, if known
+    group: int | None  # nets of one group share a colour; a teacher has none, and is grey
+    metric: Metric = ACCURACY  # of the values
 
     def __post_init__(self) -> None:
         self.scores = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit

@@ -10,6 +10,9 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from harness import cli
 from harness.reports.measures import FIGURES
+from harness.runs.nets import Spec
+from harness.runs.plans import Arm
+from harness.runs.session import Session
 from harness.runs.tensorboard import open_writer
 from lit_modules.tasks import TASKS
 
@@ -24,11 +27,11 @@ METRICS = {
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
 
-def words(choice: cli.Choice, fixed: Iterable[str] = ()) -> str:
+def _words(choice: cli.Choice, fixed: Iterable[str] = ()) -> str:
     """Write a class with its options, but for defaults and those that are `fixed`, as `Adam(lr=0.001)`."""
     defaults = _tuples_to_lists(choice.signature.defaults)
     options = _tuples_to_lists({name: value for name, value in choice.init_args.items() if name not in fixed})
-    return call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
+    return _call(choice.name, {k: v for k, v in options.items() if k in ALWAYS or v != defaults.get(k, v)})
 
 
 def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,13 +39,13 @@ def _tuples_to_lists(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def call(name: str, options: Mapping[str, Any]) -> str:
+def _call(name: str, options: Mapping[str, Any]) -> str:
     """`Hinton` and {"temperature": 2.0} as `Hinton(temperature=2)`."""
     arguments = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
     return f"{name}({', '.join(arguments)})" if options else name
 
 
-def settings(config: Namespace) -> dict[str, Any]:
+def _settings(config: Namespace) -> dict[str, Any]:
     """Return how all nets of an experiment are trained: `training` in words, and each setting by itself."""
     trainer, data = config.trainer.init_args, config.data
     limit = "epochs" if trainer["max_epochs"] not in {None, -1} else "steps"
@@ -50,7 +53,7 @@ def settings(config: Namespace) -> dict[str, Any]:
     method = next(key for key in ("optimizer", "model") if hasattr(config, key))
     rates = [(key, choice) for key in (method, "scheduler") if (choice := vars(config).get(key)) is not None]
     strategy = trainer["strategy"].name if isinstance(trainer["strategy"], cli.Choice) else str(trainer["strategy"])
-    parts = [*(words(choice) for _, choice in rates), words(data), f"{length} {limit}"]
+    parts = [*(_words(choice) for _, choice in rates), _words(data), f"{length} {limit}"]
     parts += [strategy, f"devices {trainer['devices']}", precision]
     if config.exact:
         parts.append(f"exact {config.exact}")
@@ -63,22 +66,23 @@ def settings(config: Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def options_of_all(config: Namespace) -> list[str]:
-    """Return names of the options of all objectives of an experiment."""
-    return sorted({name for choice in vars(config).get("variants", {}).values() for name in choice.init_args})
+def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None], score: str) -> None:
+    """Write an arm's row, whose net `spec` rebuilds, and its figures by key; nets are judged by `score`."""
+    options, net = arm.method.init_args, cli.Choice(spec["class_path"], spec["init_args"])
+    row = {
+        score: figures[f"test_{score}"], "net": _words(net, run.data.net_arguments), "seed": str(seed),
+        "objective": _call(arm.method.name, options), **_settings(arm.settings(run.config)), **options,
+    }  # fmt: skip
+    others = {name for choice in vars(run.config).get("variants", {}).values() for name in choice.init_args}
+    log_run(run.out / f"seed{seed}" / arm.name, row, figures, score, sorted(others))
 
 
 def log_run(
     folder: Path, row: Mapping[str, Any], figures: Mapping[str, float | None], score: str, others: Iterable[str] = ()
 ) -> None:
-    """Write a finished run's row, and figures of its cost as scalars beside its curves.
+    """Write a finished run's row, its settings and its `score` by name, and its figures by key as scalars.
 
-    Args:
-        folder: of the run.
-        row: its settings and its score by name.
-        figures: by key.
-        score: the name of what nets are judged by.
-        others: names of settings that other rows have.
+    `others` are names of settings that other rows have.
     """
     with open_writer(folder, ".hparams") as writer:
         for figure in FIGURES:
@@ -96,16 +100,18 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
     """
     plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in row.items() if v is not None}
     columns = dict.fromkeys([*SCORES, score, *TICKED, *plain, *others])
+    types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     # Infos have no list of values: with one, the table would hide the rows of other experiments.
     infos = [
         api_pb2.HParamInfo(
             name=name,
-            type=_type(plain.get(name, 0.0 if name in {*SCORES, score} else "")),
+            type=types.get(type(plain.get(name, 0.0 if name in {*SCORES, score} else "")), api_pb2.DATA_TYPE_FLOAT64),
             differs=name in {score, *TICKED},
         )
         for name in columns
     ]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in METRICS.items()]
+    described = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
     start = plugin_data_pb2.SessionStartInfo()
     for name, value in plain.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
@@ -113,18 +119,10 @@ def summaries(row: Mapping[str, Any], score: str, others: Iterable[str] = ()) ->
     data = plugin_data_pb2.HParamsPluginData
     end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS)
     return [
-        _summary(
-            metadata.EXPERIMENT_TAG, data(experiment=api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics))
-        ),
+        _summary(metadata.EXPERIMENT_TAG, data(experiment=described)),
         _summary(metadata.SESSION_START_INFO_TAG, data(session_start_info=start)),
         _summary(metadata.SESSION_END_INFO_TAG, data(session_end_info=end)),
     ]
-
-
-def _type(value: Any) -> int:
-    if isinstance(value, bool):
-        return api_pb2.DATA_TYPE_BOOL
-    return api_pb2.DATA_TYPE_FLOAT64 if isinstance(value, int | float) else api_pb2.DATA_TYPE_STRING
 
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:

@@ -35,12 +35,24 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
 
     frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     plots = [plot for section in sections for plot in section.plots]
-    resources, script, divs = _embed(plots) if plots else ("", "", [])
+    resources, script = "", ""
+    divs: Sequence[str] = ()
+    if plots:
+        from bokeh.embed import components
+        from bokeh.resources import Resources
+
+        script, divs = components(plots)
+        resources = NETWORK.sub(r"\1\2data:,", Resources(mode="inline", components=["bokeh"]).render_js())
     left, parts = iter(divs), []
     for section in sections:
         text = _html(section.text) + "\n".join(f'<img alt="" src="{_data(png)}">' for png in section.pictures)
         parts.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
-    text = PICTURE.sub(lambda match: _picture(match, pictures), _html(markdown))
+
+    def embed(match: re.Match[str]) -> str:
+        png = pictures.get(match[2])
+        return match[1] if png is None else f'<img alt="{match[1]}" src="{_data(png)}">'
+
+    text = PICTURE.sub(embed, _html(markdown))
     title = markdown.partition("\n")[0].lstrip("# ")
     return frame.render(title=title, text=text, sections=parts, resources=resources, script=script)
 
@@ -55,20 +67,5 @@ def _html(markdown: str) -> str:
     return converter.convert(markdown)
 
 
-def _picture(match: re.Match[str], pictures: Mapping[str, bytes]) -> str:
-    png = pictures.get(match[2])
-    return match[1] if png is None else f'<img alt="{match[1]}" src="{_data(png)}">'
-
-
 def _data(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _embed(plots: Sequence[Any]) -> tuple[str, str, Sequence[str]]:
-    """Bokeh's library script, the script of these plots, and a place for each."""
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-
-    script, divs = components(list(plots))
-    library = Resources(mode="inline", components=["bokeh"]).render_js()
-    return NETWORK.sub(r"\1\2data:,", library), script, divs

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import mean, median
 
 from harness.reports.tables import NONE, count, short
@@ -10,50 +11,27 @@ Values = Sequence[float | None]  # one a seed; None where the net failed, or the
 FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))
 
 
-def take_first(values: Values) -> float | None:
-    """Take the first value that is known: it is the same with each seed."""
-    return next((value for value in values if value is not None), None)
-
-
-def take_median(values: Values) -> float | None:
-    """Take the median of the values that are known."""
-    measured = [value for value in values if value is not None]
-    return median(measured) if measured else None
-
-
-def take_mean(values: Values) -> float | None:
-    """Take the mean of the values that are known."""
-    measured = [value for value in values if value is not None]
-    return mean(measured) if measured else None
-
-
 @dataclass(frozen=True)
 class Figure:
-    """A number of a net.
+    """A number of a net."""
 
-    Args:
-        key: its name in records and in results.json.
-        heading: of its column; `{unit}` stands for the unit of all rows.
-        text: writes a value.
-        combine: makes one value of those of all seeds.
-        each_seed: whether results.json has the value of each seed, and not the combined one.
-        of_net: whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
-        on_page: whether it is shown in a section of report.html, and not in the table.
-        units: sizes and names of units, the largest first, of which one is chosen for all rows.
-        curve: its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none.
-        axis: the label of an axis of costs; empty for none.
-    """
-
-    key: str
-    heading: str
-    text: Callable[[float | None], str] = short
-    combine: Callable[[Values], float | None] = take_median
-    per_seed: bool = False
+    key: str  # its name in records and in results.json
+    heading: str  # of its column; `{unit}` stands for the unit of all rows
+    text: Callable[[float | None], str] = short  # writes a value
+    combine: Callable[[list[float]], float] = median  # makes one value of those that are known of all seeds
+    per_seed: bool = False  # whether results.json has the value of each seed, and not the combined one
+    # Whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
     of_net: bool = False
-    on_page: bool = False
+    on_page: bool = False  # whether it is shown in a section of report.html, and not in the table
+    # Sizes and names of units, the largest first, of which one is chosen for all rows.
     units: Sequence[tuple[float, str]] = ((1.0, ""),)
-    curve: str = ""
-    axis: str = ""
+    curve: str = ""  # its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none
+    axis: str = ""  # the label of an axis of costs; empty for none
+
+    def combined(self, values: Values) -> float | None:
+        """Combine the values that are known."""
+        known = [value for value in values if value is not None]
+        return self.combine(known) if known else None
 
     def unit(self, values: Iterable[float | None]) -> tuple[float, str]:
         """Choose the size and the name of a unit that suits all values."""
@@ -78,17 +56,17 @@ def to_count(value: float | None) -> str:
 
 
 FIGURES = (
-    Figure("parameters", "parameters", to_count, take_first, of_net=True, curve="parameters", axis="parameters"),
+    Figure("parameters", "parameters", to_count, itemgetter(0), of_net=True, curve="parameters", axis="parameters"),
     Figure("step_ms", "step, ms", curve="ms a step", axis="own training step, ms"),
     Figure(
-        "train_flops", "cost, {unit}", combine=take_first, units=FLOPS, curve="FLOPs of training",
+        "train_flops", "cost, {unit}", combine=itemgetter(0), units=FLOPS, curve="FLOPs of training",
         axis="cost of training, {unit}",
     ),
     Figure(
-        "test_agreement", "agreement with the teacher, %", to_digits(2, 100), take_mean, per_seed=True, on_page=True
+        "test_agreement", "agreement with the teacher, %", to_digits(2, 100), mean, per_seed=True, on_page=True
     ),
-    Figure("test_kl", "KL to the teacher, nats", to_digits(4), take_mean, per_seed=True, on_page=True),
-    Figure("test_ece", "ECE, %", to_digits(2, 100), take_mean, per_seed=True, on_page=True),
+    Figure("test_kl", "KL to the teacher, nats", to_digits(4), mean, per_seed=True, on_page=True),
+    Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )  # fmt: skip
 PARAMETERS, STEP, COST = FIGURES[:3]
 IN_TABLE = tuple(figure for figure in FIGURES if not figure.on_page)

@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
+from PIL import Image
 
 from harness.reports import samples
 from harness.reports.figures import figure
@@ -13,7 +14,7 @@ from harness.runs.tensorboard import confusion_figure
 MOST_IMAGES = 24  # images
 ACROSS = 8
 PAIRS = 10  # of classes
-MOST_CLASSES = 100  # of a matrix
+MOST_CLASSES, SHADES = 100, 32  # of a matrix
 LETTERS = 16  # of a class's name over an image
 
 
@@ -39,10 +40,11 @@ def matrices(results: Results) -> list[bytes]:
     """Draw each net's `confusions` in percent, as PNGs; none for over 100 classes, which would take megabytes."""
     names, pngs = class_names(results), []
     for net, shares in confusions(results).items() if len(names) <= MOST_CLASSES else ():
-        drawn, buffer = confusion_figure(100 * shares, names), io.BytesIO()
+        drawn, png, small = confusion_figure(100 * shares, names), io.BytesIO(), io.BytesIO()
         drawn.suptitle(net, parse_math=False)
-        drawn.savefig(buffer, format="png")
-        pngs.append(buffer.getvalue())
+        drawn.savefig(png, format="png")
+        Image.open(png).convert("RGB").quantize(SHADES).save(small, "png", optimize=True)  # a quarter of the bytes
+        pngs.append(small.getvalue())
     return pngs
 
 

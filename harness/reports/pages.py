@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
-from harness.reports.metrics import conclude, lead, paired_differences
 from harness.reports.report import machine
 from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
+from harness.reports.uncertainty import conclude, lead, paired_differences
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
@@ -165,12 +165,7 @@ def ended_early(run: Header) -> list[str]:
 
 
 def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None]) -> list[str]:
-    """Say which nets trained for fewer epochs than planned, and for how many.
-
-    Args:
-        trained: for each net the epochs of each seed.
-        planned: for each net.
-    """
+    """Say which nets trained for fewer epochs than planned, and for how many; `trained` has those of each seed."""
     nets: dict[str, list[str]] = {}
     for name, of_seeds in trained.items():
         epochs = [number for number in of_seeds if number is not None]

@@ -5,14 +5,13 @@ results.png shows too is described once, by `figures.Dot`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, Literal
 
 from harness.reports.figures import COLORS, GREY, Dot
-from harness.reports.metrics import paired_differences
 from harness.reports.results import Results
-from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_interval
+from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_differences, paired_interval
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26
 DASHES = ("solid", "dashed", "dotted", "dotdash")
@@ -42,15 +41,13 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
     return [plot]
 
 
-class Pair(dict[str, Any]):
-    """A difference of two students: `one`, `other`, `difference`, its `interval`, and Holm's `p` among all pairs.
+def compare_pairs(results: Results) -> list[dict[str, Any]]:
+    """Compare all pairs of students with two common seeds or more.
 
-    `p` is None where the difference was the same on each seed.
+    Returns:
+        Of each `one`, `other`, their `difference`, its `interval`, and Holm's `p` among all pairs; None where the
+        difference was the same on each seed.
     """
-
-
-def compare_pairs(results: Results) -> list[Pair]:
-    """Compare all pairs of students with two common seeds or more, as `one` minus `other`, with corrected p."""
     metric, students = results.metric, results.students
     tested: dict[str, tuple[str, str, Interval]] = {}
     raw: dict[str, float | None] = {}
@@ -61,9 +58,10 @@ def compare_pairs(results: Results) -> list[Pair]:
             tested[key], raw[key] = (one, other, paired_interval(differences)), p_value(differences)
     corrected = holm(raw)
     return [
-        Pair(one=one, other=other, difference=interval["mean"], interval=metric.difference(interval), p=corrected[key])
+        {"one": one, "other": other, "difference": interval["mean"], "interval": metric.difference(interval),
+         "p": corrected[key]}
         for key, (one, other, interval) in tested.items()
-    ]
+    ]  # fmt: skip
 
 
 def pairs(results: Results) -> list[Any]:
@@ -123,7 +121,8 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     plot = _figure(
         x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
     )
-    looks = zip(itertools.cycle(COLORS), _dashes())
+    # Colours repeat after ten, then in another style.
+    looks = zip(itertools.cycle(COLORS), itertools.cycle(dash for dash in DASHES for _ in COLORS))
     for (net, values), (color, dash) in zip(means.items(), looks, strict=False):
         heights = [float("nan") if value is None else scale * value for value in values]
         style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
@@ -179,8 +178,3 @@ def _line(plot: Any, place: float, dimension: Literal["width", "height"]) -> Non
     from bokeh.models.annotations import Span
 
     plot.add_layout(Span(location=place, dimension=dimension, line_color=GREY, line_dash="dashed"))
-
-
-def _dashes() -> Iterator[str]:
-    """Return a style for each line: colours repeat after ten, then in another style."""
-    return itertools.cycle(dash for dash in DASHES for _ in range(10))

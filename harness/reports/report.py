@@ -18,11 +18,9 @@ class Code(NamedTuple):
     language: str = ""
 
     def plain(self) -> str:
-        """Return the lines."""
         return self.text
 
     def markdown(self) -> str:
-        """Return the lines in a fence."""
         return f"```{self.language}\n{self.text}\n```"
 
 
@@ -38,7 +36,6 @@ class Report(NamedTuple):
     figures: Mapping[str, bytes]  # PNGs by file name
 
     def plain(self) -> str:
-        """Return what is printed."""
         return "\n\n".join(paragraph(part) if isinstance(part, str) else part.plain() for part in self.text)
 
     def markdown(self, title: str) -> str:

@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from apprentice.errors import BadInput
-from harness.reports.measures import FIGURES, take_mean
-from harness.reports.metrics import paired_differences
-from harness.reports.search import Search
-from harness.reports.uncertainty import Interval, paired_interval
+from harness.reports.measures import FIGURES
+from harness.reports.uncertainty import Interval, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.tasks import ACCURACY, METRICS, Metric
 
@@ -25,23 +23,78 @@ Epochs = list[dict[str, float | None]]  # what a net logged of each epoch
 Packed = str | list[float]  # values of single test samples
 
 
-@dataclass(kw_only=True)
-class NetResults:
-    """A net over all seeds.
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a method: its options, the validation of each seed, and the epochs that it was trained for."""
 
-    Args:
-        figures: by key, one for all seeds.
-        scores: by key, one a seed.
-        samples: by key, for each seed the values of single test samples.
-        trained_epochs: for each seed, after which training ended.
-        epochs: for each seed, what was logged of each epoch.
+    options: Mapping[str, Any]
+    validation: Sequence[float | None]
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The settings of a method, the given one first, and the number of the chosen one."""
+
+    settings: Sequence[Setting]
+    chosen: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a search took: epochs of each method's students and of the teachers, samples that teachers computed, times.
+
+    `teacher_samples_alone` is what they would have computed for each setting by itself.
     """
 
-    figures: Mapping[str, float | None]
-    scores: Mapping[str, Scores]
+    student_epochs: Mapping[str, int]
+    teacher_samples: int
+    teacher_samples_alone: int
+    fit_seconds: float
+    teacher_epochs: int
+    teacher_fit_seconds: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        mine, theirs = vars(self), vars(other)
+        epochs = {name: count + other.student_epochs[name] for name, count in self.student_epochs.items()}
+        sums = {name: mine[name] + theirs[name] for name in mine if name != "student_epochs"}
+        return Cost(student_epochs=epochs, **sums)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search: each method's settings, its cost, and the epochs after which settings were compared."""
+
+    methods: Mapping[str, Tuned]
+    cost: Cost
+    rungs: Sequence[int]
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self | None:
+        """Read what `to_json` wrote into results.json; None if it has no search."""
+        if "tuning" not in facts:
+            return None
+        methods = {
+            name: Tuned([Setting(**setting) for setting in tuned["settings"]], tuned["chosen"])
+            for name, tuned in facts["tuning"].items()
+        }
+        return cls(methods, Cost(**facts["tuning_cost"]), facts["tuning_rungs"])
+
+    def to_json(self) -> dict[str, Any]:
+        methods = {name: asdict(tuned) for name, tuned in self.methods.items()}
+        return {"tuning": methods, "tuning_cost": asdict(self.cost), "tuning_rungs": self.rungs}
+
+
+@dataclass(kw_only=True)
+class NetResults:
+    """A net over all seeds."""
+
+    figures: Mapping[str, float | None]  # by key, one for all seeds
+    scores: Mapping[str, Scores]  # by key, one a seed
+    # By key, for each seed the values of single test samples.
     samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
-    trained_epochs: Sequence[float | None] = ()
-    epochs: Sequence[Epochs | None] = ()
+    trained_epochs: Sequence[float | None] = ()  # for each seed, after which training ended
+    epochs: Sequence[Epochs | None] = ()  # for each seed, what was logged of each epoch
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -63,65 +116,46 @@ class NetResults:
 
     def with_means(self) -> dict[str, float | None]:
         """Return its figures, with the means of those that it has of each seed."""
-        means = {figure.key: take_mean(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
+        means = {figure.key: figure.combined(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
         return {**self.figures, **means}
 
 
 @dataclass(kw_only=True)
 class TeacherResults(NetResults):
-    """The teachers of all seeds, or the one `net` that taught with every seed.
+    """The teachers of all seeds, or the one `net` that taught with every seed."""
 
-    Args:
-        nets: how many they are.
-        max_epochs: that they were to train for.
-        fit_seconds: of each seed; None where it was loaded.
-        sampled: by key, values of the test samples that are the same for each net.
-    """
-
-    nets: int
-    max_epochs: int | None = None
-    fit_seconds: Sequence[float | None] = ()
+    nets: int  # how many they are
+    max_epochs: int | None = None  # that they were to train for
+    fit_seconds: Sequence[float | None] = ()  # of each seed; None where it was loaded
+    # By key, values of the test samples that are the same for each net.
     sampled: Mapping[str, Packed] = field(default_factory=dict)
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         return super().read({**facts, "sampled": {name: facts[name] for name in SAMPLED if name in facts}})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         numbers = {"nets": self.nets, "max_epochs": self.max_epochs, "fit_seconds": self.fit_seconds}
         return {**numbers, **super().to_json(), **self.sampled}
 
 
 @dataclass(kw_only=True)
 class StudentResults(NetResults):
-    """A student.
+    """A student."""
 
-    Args:
-        objective: the name of what it learns by.
-        failed: for each seed, where its loss stopped being finite, if it did.
-        net: the class of its net, if its objective replaced the one that was chosen.
-        variant: its method, where its name begins with that of a net.
-        baseline: the student that its difference is to.
-        delta_vs_ce: the difference with its interval.
-    """
-
-    objective: str
-    failed: Sequence[Failure | None] = ()
-    net: str | None = None
-    variant: str | None = None
-    baseline: str = BASELINE
-    delta_vs_ce: Interval | None = None
+    objective: str  # the name of what it learns by
+    failed: Sequence[Failure | None] = ()  # for each seed, where its loss stopped being finite, if it did
+    net: str | None = None  # the class of its net, if its objective replaced the one that was chosen
+    variant: str | None = None  # its method, where its name begins with that of a net
+    baseline: str = BASELINE  # the student that its difference is to
+    delta_vs_ce: Interval | None = None  # the difference with its interval
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         failed = [None if failure is None else Failure(**failure) for failure in facts["failed"]]
         return super().read({**facts, "failed": failed})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         named = {"variant": self.variant, "baseline": self.baseline} if self.variant else {}
         return {
             "objective": self.objective, **({"net": self.net} if self.net else {}), **super().to_json(),
@@ -132,29 +166,18 @@ class StudentResults(NetResults):
 
 @dataclass(kw_only=True)
 class Results(Header):
-    """What results.json says of a comparison of students.
+    """What results.json says of a comparison of students."""
 
-    Args:
-        metric: what nets are judged by.
-        teacher: the teachers.
-        students: by name, in the order of the table.
-        students_fit_seconds: for each seed, of all students together.
-        classes: their names, if they have any.
-        search: of settings, if there was one.
-        pooled: the runs whose seeds these are, if it is several.
-    """
-
-    metric: Metric
-    teacher: TeacherResults
-    students: dict[str, StudentResults]
-    students_fit_seconds: Sequence[float] = ()
-    classes: Sequence[str] = ()
-    search: Search | None = None
-    pooled: Sequence[str] = ()
+    metric: Metric  # what nets are judged by
+    teacher: TeacherResults  # the teachers
+    students: dict[str, StudentResults]  # by name, in the order of the table
+    students_fit_seconds: Sequence[float] = ()  # for each seed, of all students together
+    classes: Sequence[str] = ()  # their names, if they have any
+    search: Search | None = None  # of settings, if there was one
+    pooled: Sequence[str] = ()  # the runs whose seeds these are, if it is several
 
     @property
     def nets(self) -> dict[str, NetResults]:
-        """The teacher and the students by name."""
         return {"teacher": self.teacher, **self.students}
 
     def seconds_of_seed(self) -> dict[int, float]:
@@ -163,7 +186,6 @@ class Results(Header):
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
         named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
         named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
@@ -171,7 +193,6 @@ class Results(Header):
         return cls(**{**named, **parts, "students": students, "search": Search.read(facts)})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it."""
         return {
             **super().to_json(),
             "metric": {"name": self.metric.name, "higher_is_better": self.metric.higher_is_better},
@@ -189,11 +210,11 @@ def combine(
     students: Mapping[str, Sequence[NetRecord]],
     students_fit_seconds: Sequence[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
-    one_teacher: bool = False,  # whether each seed loaded the same net, so that its figures are those of one net
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
-    ranked: bool = False,  # whether the best student comes first
 ) -> Results:
     """Combine the records of each seed; None stands for what can't be computed.
+
+    Under `zoo` the best student comes first. Where each seed loaded the same teacher, its figures are those of one net.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -210,9 +231,10 @@ def combine(
         baseline = combined.get(student.baseline)
         baseline_scores = baseline.scores[metric.name] if baseline else [None] * seeds
         student.delta_vs_ce = paired_interval(paired_differences(student.scores[metric.name], baseline_scores))
-    if ranked:
+    if header.config.get("zoo"):
         combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
-    nets = [teacher.nets["teacher"] for teacher in teachers]
+    nets, loaded = [teacher.nets["teacher"] for teacher in teachers], all(fit.fit_seconds is None for fit in teachers)
+    one_teacher = loaded and "{seed}" not in (header.config.get("teacher_ckpt") or "")
     return Results(
         **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
         teacher=TeacherResults(
@@ -241,7 +263,7 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     of_seeds = [*metric.tested]
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
-        figure.key: figure.combine([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
+        figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
         for figure in FIGURES
         if not figure.per_seed
     }
@@ -275,3 +297,9 @@ def _why_missing(folder: Path) -> str:
     inner = sorted(path.parent for path in folder.glob("*/results.json"))
     hint = f"; did you mean {', '.join(map(str, inner[:3]))}{', …' if len(inner) > 3 else ''}?" if inner else ""
     return f"; there is no results.json in it{hint}"
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing, or there is none."""
+    numbers = [value for value in values if value is not None]
+    return statistics.mean(numbers) if numbers and len(numbers) == len(values) else None

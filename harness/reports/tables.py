@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from harness.console import printable
+from harness.start import printable
 
 WIDTH = 110
 NONE = "—"

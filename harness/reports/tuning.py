@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.reports.figures import GREY, figure
-from harness.reports.results import Results
-from harness.reports.search import Search, Setting, Tuned, mean_of_all
+from harness.reports.results import Results, Search, Setting, Tuned, mean_of_all
 from harness.reports.tables import NONE, Table, count, join_words, short, table_of, words
 from harness.reports.uncertainty import expected_maximum
 from lit_modules.tasks import Metric

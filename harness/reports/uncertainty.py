@@ -1,16 +1,19 @@
-"""Intervals of differences over seeds and over test samples, several comparisons at once, and what can be seen at all.
+"""Intervals of differences over seeds and test samples, several comparisons at once, and the sentence they support.
 
 Values without any spread say nothing about noise, so they have neither an interval nor a p: with few seeds and a small
 test set, two nets that differ by chance often differ by the same number of samples on each seed.
-
-`scipy.special` has what is needed of `scipy.stats`, at a tenth of its import time.
 """
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from scipy.special import chdtri, nctdtrinc, ndtr, stdtr, stdtrit
+
+from harness.reports.tables import join_words
+from lit_modules.tasks import ACCURACY, Metric
 
 Interval = dict[str, float | None]
 CONFIDENCE = 0.95
@@ -60,8 +63,6 @@ def crossed_interval(differences: np.ndarray) -> Interval:
 
 def p_value(differences: Sequence[float]) -> float | None:
     """Compute the two-sided p of Student's t for paired differences, of two seeds or more; None if all are the same."""
-    from scipy.special import stdtr
-
     rounded = [round(difference, 12) for difference in differences]
     mean, spread = statistics.mean(rounded), statistics.stdev(rounded)
     if not spread:
@@ -83,8 +84,6 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def detectable(spread: float, seeds: int) -> float:
     """Return the difference that so many seeds show in 80 % of cases, where single differences have this deviation."""
-    from scipy.special import nctdtrinc
-
     freedom = seeds - 1
     return float(nctdtrinc(freedom, 1 - POWER, _quantile(freedom))) * spread / math.sqrt(seeds)
 
@@ -94,8 +93,6 @@ def true_spread(spread: float, seeds: int) -> tuple[float, float, float]:
 
     The estimate is as often too large as too small; the deviation that was seen is mostly too small.
     """
-    from scipy.special import chdtri
-
     shares = 0.5, (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
     middle, low, high = (spread * math.sqrt((seeds - 1) / float(chdtri(seeds - 1, share))) for share in shares)
     return middle, low, high
@@ -103,8 +100,6 @@ def true_spread(spread: float, seeds: int) -> tuple[float, float, float]:
 
 def expected_maximum(count: int) -> float:
     """Return the mean of the largest of so many values that are drawn from a standard normal distribution."""
-    from scipy.special import ndtr
-
     x = np.linspace(0.0, 10.0, 10_001)
     return float(np.trapezoid(1 - ndtr(x) ** count - ndtr(-x) ** count, x))
 
@@ -123,16 +118,96 @@ def lead_by_chance(values: np.ndarray) -> float:
 
 def seeds_for(spread: float, difference: float) -> int | None:
     """Return the fewest seeds that show a difference in 80 % of cases; None for more than 10,000."""
-    low, high = 1, MOST_SEEDS
-    if detectable(spread, high) > difference:
+    if detectable(spread, MOST_SEEDS) > difference:
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if detectable(spread, middle) <= difference else (middle, high)
-    return high
+    return 2 + bisect_left(range(2, MOST_SEEDS), -difference, key=lambda seeds: -detectable(spread, seeds))
 
 
 def _quantile(freedom: int) -> float:
-    from scipy.special import stdtrit
-
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
+    """`values - baseline` for each seed in which both finished."""
+    return [v - b for v, b in zip(values, baseline, strict=True) if v is not None and b is not None]
+
+
+def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
+    """Say in one line which students differ from the baseline by more than the noise between seeds.
+
+    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
+    """
+    pairs = {name: len(values) for name, values in differences.items() if values}
+    tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
+    single = [name for name in pairs if name not in tested]
+    if not tested:
+        claim = f"nothing here says that any other row differs from {baseline} by more than noise"
+        return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
+    claims = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
+    if single:
+        claims.append(f"{join_words(single)} had one seed to compare, so no interval")
+    few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
+    seeds = f"{few}" if few == many else f"{few} to {many}"
+    together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
+    spreads = [statistics.stdev(differences[name]) for name, interval in tested.items() if interval["low"] is not None]
+    power = _power(statistics.median(spreads), few, len(tested), metric) if spreads else ""
+    return f"With {seeds} seeds, {'; '.join(claims)}.{together}{power}"
+
+
+def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
+    """Say what difference so many seeds can show, given this deviation, and how many seeds a third of it takes.
+
+    It is not corrected for several comparisons, of which Holm's correction depends on the others' differences. Of two
+    seeds nothing is said: they leave it open over a factor of 70.
+    """
+    if seeds < 3:
+        return ""
+    differences = [metric.scale * detectable(deviation, seeds) for deviation in true_spread(spread, seeds)]
+    if not round(differences[0] / 3, metric.digits):
+        return ""
+    seen, low, high = (f"{min(difference, metric.limits[1]):.{metric.digits}f}" for difference in differences)
+    needed = seeds_for(1.0, detectable(1.0, seeds) / 3)
+    alone = "In a single comparison, " if comparisons > 1 else ""
+    sentence = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
+    third = f"; a third of it takes {needed} seeds" if needed else ""
+    return f"{sentence}, as they tell the noise no better){third}."
+
+
+def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:
+    """Say for a sorted table how far the first of equal students is ahead by chance; empty where unknown."""
+    whole = np.array([values for values in rows if None not in values], dtype=float)
+    if whole.ndim < 2 or min(whole.shape) < 2:
+        return ""
+    ahead = f"{metric.scale * lead_by_chance(whole):.{metric.digits}f} {metric.unit}"
+    return (
+        f"Sorted by {metric.word}: were these {len(whole)} students equal, the first would be about {ahead} better "
+        "than their mean by the noise between seeds alone."
+    )
+
+
+def _claims(
+    baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str, float | None], metric: Metric
+) -> list[str]:
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
+    for name, interval in tested.items():
+        groups[_kind(interval, p_values[name], metric)].append(name)
+    claims = []
+    for word in ("better", "worse"):
+        if names := groups[word]:
+            students = join_words([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
+            verb = "is" if len(names) == 1 else "are"
+            claims.append(f"{students} {verb} {word} than {baseline} beyond the noise between seeds")
+    if groups["level"]:
+        claims.append(f"{join_words(groups['level'])} can't be told apart from {'it' if claims else baseline}")
+    if groups["flat"]:
+        claims.append(f"{join_words(groups['flat'])} differed by the same on each seed, which is no measure of noise")
+    return claims
+
+
+def _kind(interval: Interval, p: float | None, metric: Metric) -> str:
+    mean = interval["mean"] or 0.0
+    if p is None:  # few seeds and a small test set: the same number of samples each time
+        return "flat" if mean else "level"
+    if p >= 1 - CONFIDENCE:
+        return "level"
+    return "better" if (mean > 0) == metric.higher_is_better else "worse"

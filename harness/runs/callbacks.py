@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,30 +21,6 @@ ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinet
 
 
 Monitor: TypeAlias = EarlyStopping | ModelCheckpoint
-
-
-class When(NamedTuple):
-    """In batches, when a fit validates for the first time, and when a callback looks at what is logged."""
-
-    validated: float  # infinity: never
-    looked: float
-    epoch: int  # batches of an epoch
-    at_epoch_end: bool  # after what is logged there
-
-    @classmethod
-    def of(cls, trainer: Trainer, callback: Monitor, run: Session) -> "When":
-        """Compute it for a Trainer's fit of a run's data."""
-        epoch = run.data.train_batches(trainer)
-        every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        if isinstance(callback, EarlyStopping):
-            at_epoch_end = callback._check_on_train_epoch_end
-        else:
-            at_epoch_end = callback._save_on_train_epoch_end
-        if at_epoch_end is None:  # as the callback's `setup` has it
-            at_epoch_end = every == 1.0 and epochs == 1
-        interval = max(int(epoch * every), 1) if isinstance(every, float) else every if isinstance(every, int) else 1
-        validated = ((epochs or 1) - 1) * epoch + interval if run.used["validation"] else math.inf
-        return cls(validated, epoch if at_epoch_end else validated, epoch, at_epoch_end)
 
 
 def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
@@ -86,14 +62,25 @@ def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -
 
 def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
     """List the names that are logged before this callback first looks."""
-    when, count = When.of(trainer, callback, run), min(2, run.data.sizes["train"])
-    pair = run.data.samples("train", torch.arange(count), cast("torch.dtype", module.dtype))
+    epoch, every = run.data.train_batches(trainer), trainer.val_check_interval
+    if isinstance(callback, EarlyStopping):
+        at_epoch_end = callback._check_on_train_epoch_end
+    else:
+        at_epoch_end = callback._save_on_train_epoch_end
+    if at_epoch_end is None:  # as the callback's `setup` has it
+        at_epoch_end = every == 1.0 and trainer.check_val_every_n_epoch == 1
+    interval = max(int(epoch * every), 1) if isinstance(every, float) else every if isinstance(every, int) else 1
+    epochs_before = (trainer.check_val_every_n_epoch or 1) - 1
+    # In batches, when the fit validates for the first time, and when the callback looks.
+    validated = epochs_before * epoch + interval if run.used["validation"] else math.inf
+    looked = epoch if at_epoch_end else validated
+    pair = run.data.samples("train", torch.arange(min(2, run.data.sizes["train"])), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
     logged = module.logged_names(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
-    names = list(logged["validation"]) if when.validated <= when.looked < math.inf else []
-    if when.at_epoch_end or when.epoch < when.looked < math.inf:
+    names = list(logged["validation"]) if validated <= looked < math.inf else []
+    if at_epoch_end or epoch < looked < math.inf:  # after what is logged there
         names += logged["epoch"]
-    steps = 0 if when.looked == math.inf else math.ceil(when.looked / trainer.accumulate_grad_batches)
+    steps = 0 if looked == math.inf else math.ceil(looked / trainer.accumulate_grad_batches)
     if 0 < trainer.log_every_n_steps <= steps:  # type: ignore[attr-defined]
         names += logged["step"]
     return names

@@ -18,6 +18,7 @@ from datamodules.fingerprints import SAMPLED, changed_parts, touched_parts
 from harness.runs import launch
 from harness.runs.files import list_recorded, read_text, record_files, remove_recorded, write_text
 from harness.runs.quiet import notice
+from harness.runs.records import reading
 
 # Files of runs without a record: a folder with one of these is no new one.
 RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
@@ -148,12 +149,10 @@ def check_samples(out: Path, now: Mapping[str, Any], advice: str = "take another
     path = out / SAMPLES
     if not path.exists():
         return
-    try:
+    with reading(path, "out", "the record of the run's data"):
         before = json.loads(read_text(path))
         changed, touched = (find(before["fingerprint"], now["fingerprint"]) for find in (changed_parts, touched_parts))
         counts = {part: (before["samples"].get(part), now["samples"].get(part)) for part in changed}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise BadInput("out", path, f"the record of the run's data ({type(error).__name__}: {error})") from error
     if changed:
         parts = ", ".join(f"{part} ({_counts(*pair)})" for part, pair in counts.items())
         expected = f"the samples with which the run in {out} began; others are in {parts}: {advice}"

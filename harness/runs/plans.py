@@ -2,11 +2,14 @@
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from apprentice.errors import BadInput
 from harness import cli
@@ -18,27 +21,17 @@ SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of 
 
 @dataclass(frozen=True)
 class Arm:
-    """A student of a comparison, its teacher, or the net of another experiment.
+    """A student of a comparison, its teacher, or the net of another experiment."""
 
-    Attributes:
-        row: its name in the table, in results.json and of its folder.
-        net: the flag that chooses its net: `student`, `students.small`, `teacher`.
-        method: class and options of its objective.
-        variant: the name of the method in --variants.
-        optimizer: options of the optimizer that replace the run's.
-        trial: the number of its setting, where a search tries several of a row.
-    """
-
-    row: str
-    net: str
-    method: cli.Choice = SUPERVISED
-    variant: str = ""
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    trial: int | None = None
+    row: str  # its name in the table, in results.json and of its folder
+    net: str  # the flag that chooses its net: `student`, `students.small`, `teacher`
+    method: cli.Choice = SUPERVISED  # class and options of its objective
+    variant: str = ""  # the name of the method in --variants
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # options of the optimizer that replace the run's
+    trial: int | None = None  # the number of its setting, where a search tries several of a row
 
     @property
     def name(self) -> str:
-        """Its name in its fit."""
         return self.row if self.trial is None else trial_name(self.row, self.trial)
 
     @property
@@ -73,33 +66,21 @@ def trial_name(row: str, trial: int) -> str:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """One fit: what it trains, how far, and what is kept and tested.
+    """One fit: what it trains, how far, and what is kept and tested."""
 
-    Attributes:
-        seed: it belongs to the run's folder `seed<k>`.
-        name: of its record and its checkpoint there.
-        arms: the nets that it trains in one pass over the data.
-        epochs: of its Trainer, as `--trainer.max_epochs` has them; None without training.
-        is_trained: whether the nets have their weights already and are only tested.
-        until: the epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
-        keeps_checkpoint: whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
-        tested: whether nets are tested, and their costs measured.
-        all_labels: whether it learns from labels that `--data.labelled` hides, too.
-        trainer: options of the Trainer that replace the user's.
-        title: how lines about it begin; by default by its seed and name.
-    """
-
-    seed: int
-    name: str
-    arms: tuple[Arm, ...]
-    epochs: int | None = None
-    is_trained: bool = False
+    seed: int  # it belongs to the run's folder `seed<k>`
+    name: str  # of its record and its checkpoint there
+    arms: tuple[Arm, ...]  # the nets that it trains in one pass over the data
+    epochs: int | None = None  # of its Trainer, as `--trainer.max_epochs` has them; None without training
+    is_trained: bool = False  # whether the nets have their weights already and are only tested
+    # The epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
     until: int | None = None
+    # Whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
     keeps_checkpoint: bool = False
-    tested: bool = True
-    all_labels: bool = False
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-    title: str = ""
+    tested: bool = True  # whether nets are tested, and their costs measured
+    all_labels: bool = False  # whether it learns from labels that `--data.labelled` hides, too
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # options of the Trainer that replace the user's
+    title: str = ""  # how lines about it begin; by default by its seed and name
 
     @property
     def label(self) -> str:
@@ -107,7 +88,6 @@ class FitPlan:
         return self.title or f"seed {self.seed} {self.name}"
 
     def folder(self, out: Path) -> Path:
-        """Return the folder of its seed, in the run's folder."""
         return out / f"seed{self.seed}"
 
     def record(self, out: Path) -> Path:
@@ -144,3 +124,15 @@ def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
                 whole = f"{VARIANTS}.{arm.variant}{fault.argument.removeprefix(flag)}"
                 raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
         raise
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit leaves in this process."""
+
+    seconds: float | None  # of training over all sessions; None if the module was only tested
+    epochs: float | None  # after which training ended; None if the module was only tested
+    scores: dict[str, float]  # what the test logged; nothing without one
+    device: torch.device  # where this process has the module
+    autocast: Callable[[], Any]  # makes the context of the Trainer's precision
+    samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`

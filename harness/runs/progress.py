@@ -48,10 +48,7 @@ def progress(label: str, rest: Rest | None = None) -> Show:
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    A line has the accuracy, or another score, of each run: of validation, or else of training.
-
-    Args:
-        label: beginning of each line.
+    A line begins with the label and has the accuracy, or another score, of each run: of validation, else of training.
     """
 
     def __init__(self, label: str) -> None:
@@ -60,37 +57,30 @@ class Lines(Callback):
         self._began = self._spoke = self._batch = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clocks in the process that trains."""
         self._began = self._spoke = self._batch = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the epoch's clock."""
         if trainer.max_epochs != -1:
             self._began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "batch", trainer.fit_loop.epoch_loop.batch_idx, trainer.num_training_batches)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "validation batch", batch_idx, sum(trainer.num_val_batches))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        """Print how far the fit is, after some silence."""
         self._break_silence(trainer, "test batch", batch_idx, sum(trainer.num_test_batches))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the line of the steps so far."""
         if trainer.max_epochs == -1 and not trainer.sanity_checking:
             self._say(trainer, self._scores(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the epoch's line."""
         if trainer.max_epochs != -1:
             self._say(trainer, self._scores(trainer, pl_module))
 
@@ -126,9 +116,7 @@ class Lines(Callback):
 class Display(Lines):
     """Shows the state of a RunMetrics' fit below the lines of finished epochs: scores, speed, time left.
 
-    Args:
-        label: beginning of each line.
-        rest: text about the whole run, from the seconds that this fit has left and takes in all.
+    `rest` gives a text about the whole run, from the seconds that this fit has left and takes in all.
     """
 
     def __init__(self, label: str, rest: Rest | None = None) -> None:
@@ -138,7 +126,6 @@ class Display(Lines):
         self._drawn = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the display, in the process of rank zero."""
         super().on_train_start(trainer, pl_module)
         self._start, self._first = time.monotonic(), trainer.global_step
         self._samples = cast("RunMetrics", pl_module).samples
@@ -155,18 +142,12 @@ class Display(Lines):
             self._drawn = now
             self._live.update(self._view(self._live.console, trainer, cast("RunMetrics", pl_module)), refresh=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the display."""
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the display."""
-        self._close()
-
-    def _close(self) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self._live:
             self._live.stop()
             self._live = None
+
+    on_exception = on_train_end  # type: ignore[assignment]  # any arguments fit
 
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
         tag, values = scores(trainer, module)  # short: four students fit into 80 columns
@@ -237,29 +218,19 @@ class Speed(Callback):
         self._step = 0  # at which it logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, also in mid-epoch."""
-        self._start(pl_module)
+        """Start the clock, also in mid-epoch and after a validation."""
+        self._since, self._samples = time.perf_counter(), cast("RunMetrics", pl_module).samples
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock again."""
-        self._start(pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock again."""
-        self._start(pl_module)
+    on_train_epoch_start = on_validation_end = on_train_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log the speed since the last reading."""
         module, step = cast("RunMetrics", pl_module), trainer.global_step
         if trainer.loggers and step != self._step and module.is_logged(step):
             seconds, samples = time.perf_counter() - self._since, module.samples - self._samples
             values = {"train/samples_per_sec": samples / seconds, "train/peak_memory_mib": peak_memory(module.device)}
             module.log_dict(values, batch_size=1)
             self._step = step
-            self._start(module)
-
-    def _start(self, module: LightningModule) -> None:
-        self._since, self._samples = time.perf_counter(), cast("RunMetrics", module).samples
+            self.on_train_start(trainer, module)
 
 
 def peak_memory(device: torch.device) -> float:

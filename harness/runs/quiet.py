@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,35 +31,36 @@ def quiet() -> Iterator[None]:
     levels = {"lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
     levels["torch.utils.cpp_extension"] = logging.ERROR  # "No CUDA runtime is found", where Inductor compiles
     levels["torch.multiprocessing.spawn"] = logging.ERROR  # names of ranks that it ends when one has failed
-    levels |= dict.fromkeys(OF_FLAGS, logging.INFO)
-    before, formatter = {name: logging.getLogger(name).level for name in levels}, warnings.formatwarning
-    with warnings.catch_warnings():
+    formatter = warnings.formatwarning
+    with log_levels(levels | dict.fromkeys(OF_FLAGS, logging.INFO)), warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
         warnings.formatwarning = _line
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
         try:
             yield
         finally:
             warnings.formatwarning = formatter
-            for name, level in before.items():
-                logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
 def silence(*names: str) -> Iterator[None]:
     """Inside, these loggers report errors only, and warnings are ignored."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
+    with log_levels(dict.fromkeys(names, logging.ERROR)), warnings.catch_warnings(action="ignore"):
+        yield
+
+
+@contextmanager
+def log_levels(levels: Mapping[str, int]) -> Iterator[None]:
+    """Inside, loggers have these levels."""
+    before = {name: logging.getLogger(name).level for name in levels}
     try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        yield
     finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _line(message: Warning | str, *_: Any, **__: Any) -> str:

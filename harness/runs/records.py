@@ -18,29 +18,17 @@ SEVERAL = ("students", "rung")  # what names of fits of several nets begin with;
 
 @dataclass(kw_only=True)
 class Header:
-    """How results.json begins: what was run, on what.
+    """How results.json begins: what was run, on what."""
 
-    Args:
-        experiment: its name.
-        data: the name of the data set and its sizes.
-        hardware: facts of the machine.
-        versions: of packages.
-        config: the settings.
-        free: those on which no result depends.
-        seeds: of the run.
-        fingerprint: of the samples in each part of the data.
-        commits: of the code in each call; None where it is not known.
-    """
-
-    experiment: str
-    data: dict[str, Any]
-    hardware: dict[str, Any]
-    versions: dict[str, Any]
-    config: dict[str, Any]
-    free: list[str]
-    seeds: list[int]
-    fingerprint: dict[str, Any]
-    commits: list[str | None]
+    experiment: str  # its name
+    data: dict[str, Any]  # the name of the data set and its sizes
+    hardware: dict[str, Any]  # facts of the machine
+    versions: dict[str, Any]  # of packages
+    config: dict[str, Any]  # the settings
+    free: list[str]  # those on which no result depends
+    seeds: list[int]  # of the run
+    fingerprint: dict[str, Any]  # of the samples in each part of the data
+    commits: list[str | None]  # of the code in each call; None where it is not known
 
     def __post_init__(self) -> None:
         for name in ("data", "hardware", "versions", "config", "fingerprint"):
@@ -54,7 +42,6 @@ class Header:
         return cls(**{name: facts[name] for name in Header.__dataclass_fields__})
 
     def to_json(self) -> dict[str, Any]:
-        """Write it side by side with the number of the format."""
         return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
 
 
@@ -71,25 +58,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class NetRecord:
-    """What a fit leaves of one net.
+    """What a fit leaves of one net."""
 
-    Args:
-        objective: the name of what it learns by.
-        figures: numbers by their keys in results.json, such as `parameters`, `test_acc`, `step_ms`; None where one was
-            not measured, or the net failed.
-        failed: where its loss stopped being finite, if it did.
-        trained_epochs: after which training ended; None if it was only tested.
-        epochs: what it logged of each epoch.
-        net: the class of its net, if its objective made that from the one that was chosen.
-        samples: values of single test samples by their keys, as `harness.reports.samples` packs them.
-    """
-
-    objective: str
+    objective: str  # the name of what it learns by
+    # Numbers by their keys in results.json, such as `parameters`, `test_acc`, `step_ms`; None where one was not
+    # measured, or the net failed.
     figures: Mapping[str, float | None]
-    failed: Failure | None = None
-    trained_epochs: float | None = None
-    epochs: list[dict[str, float | None]] = field(default_factory=list)
-    net: str | None = None
+    failed: Failure | None = None  # where its loss stopped being finite, if it did
+    trained_epochs: float | None = None  # after which training ended; None if it was only tested
+    epochs: list[dict[str, float | None]] = field(default_factory=list)  # what it logged of each epoch
+    net: str | None = None  # the class of its net, if its objective made that from the one that was chosen
+    # Values of single test samples by their keys, as `harness.reports.samples` packs them.
     samples: Mapping[str, str | list[float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +111,6 @@ class FitRecord:
         return None if failed is None else str(failed)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         nets = {name: net.to_json() for name, net in self.nets.items()}
         write_json(path, {"format": FORMAT, **vars(self), "nets": nets})
 

@@ -26,7 +26,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes Lightning's checkpoints through a temporary file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint whole or not at all."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as temporary:
             torch.save(checkpoint, temporary)
@@ -53,11 +52,9 @@ class SafePoints(Checkpoint):
         return {"seconds": seconds, "finished": self.finished, **of_epochs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Add the seconds of the session before."""
         self._seconds_before = state_dict["seconds"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
         self._started = self._saved = time.monotonic()
         self._max_epochs = trainer.max_epochs
 
@@ -109,15 +106,8 @@ class Until(Callback):
         trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, if this was it."""
         if trainer.current_epoch + 1 >= self.epoch:
             trainer.should_stop = True
-
-
-def max_epochs(state: dict[str, Any]) -> int | None:
-    """Return how many epochs a checkpoint's fit was to have."""
-    epochs: int | None = state["callbacks"]["SafePoints"]["max_epochs"]
-    return epochs
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from datamodules.streams import cores
 from harness import cli
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
-from harness.console import console
 from harness.runs import environment, folders, launch, nets, signals
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
 from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
+from harness.start import console
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -46,7 +46,6 @@ class Session:
 
     @cached_property
     def trainer(self) -> MakeTrainer:
-        """Makes Trainers with the user's settings."""
         return trainer_factory(self.config.trainer, self.config.exact)
 
     @cached_property
@@ -84,7 +83,6 @@ class Session:
 
     @property
     def is_double(self) -> bool:
-        """Whether nets are float64."""
         return self.config.trainer.init_args.get("precision") in {"64-true", "64", 64}
 
     def checked_trainer(self) -> Trainer:
@@ -171,7 +169,7 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 
 def load_data(config: Namespace) -> InMemoryData:
     """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
-    teacher, options = getattr(config, "teacher", None), config.data.init_args
+    teacher, options = vars(config).get("teacher"), config.data.init_args
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
         net_class = teacher.target
         if issubclass(net_class, Net):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from harness.console import leave
+from harness.start import leave
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none

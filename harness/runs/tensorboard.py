@@ -21,6 +21,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files
+from harness.runs.launch import is_main_process
+from harness.runs.session import Session
 from lit_modules.tasks import METRICS
 
 SCORES = {metric.score: metric.chart for metric in METRICS.values()}
@@ -63,7 +65,6 @@ class RunsLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        """The default run's writer."""
         return self._writer(self.default)
 
     def _writer(self, run: str) -> SummaryWriter:
@@ -75,7 +76,6 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write each value to its run."""
         for name, value in metrics.items():
             run, _, tag = name.partition("/")
             run, tag = (run, tag) if run in self.runs else (self.default, name)
@@ -96,7 +96,6 @@ class RunsLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush all writers."""
         for writer in self._writers.values():
             writer.flush()
 
@@ -132,19 +131,10 @@ def _has_layout(folder: Path) -> bool:
 
 def layout(score: str) -> dict[str, dict[str, list[Any]]]:
     """Return the charts of the CUSTOM SCALARS tab, by category and title."""
+    of_other_scores = {f"val/{name}" for name in SCORES if name != score}
     # TensorBoard takes a chart's tags as the beginning of what it shows.
-    main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if _is_of(tag, score)}
+    main = {title: ["Multiline", [f"{tag}$"]] for tag, title in MAIN.items() if tag not in of_other_scores}
     return {"scores": main, "training": {title: ["Multiline", [f"{tag}$"]] for tag, title in COURSE.items()}}
-
-
-def layout_of_means(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the charts of means with their ranges, for these tags."""
-    charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in set(tags)}
-    return {"means over seeds": charts}
-
-
-def _is_of(tag: str, score: str) -> bool:
-    return tag == f"val/{score}" or tag.removeprefix("val/") not in SCORES
 
 
 def log_text(folder: Path, tag: str, text: str) -> None:
@@ -189,12 +179,14 @@ def confusion_figure(confusion: Tensor | np.ndarray, names: Sequence[str] | None
     return figure
 
 
-def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
+def log_means(run: Session, nets: Sequence[str]) -> None:
     """Write OUT/mean/<net> for each net, over the seeds that have finished all of them, if two or more have.
 
     A curve's mean has the steps that all of these seeds have.
     """
-    folders = [out / f"seed{seed}" for seed in seeds]
+    if not (run.tensorboard and is_main_process()):
+        return
+    folders = [run.out / f"seed{seed}" for seed in run.config.seeds]
     finished = [folder for folder in folders if all((folder / net / "weights.pt").exists() for net in nets)]
     if len(finished) < 2:
         return
@@ -202,8 +194,9 @@ def log_means(out: Path, seeds: Sequence[int], nets: Sequence[str]) -> None:
     times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
     begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
     for name, means in means_by_net.items():
-        with open_writer(out / MEAN / name) as writer:
-            writer._get_file_writer().add_summary(custom_scalars(layout_of_means(means)), walltime=begin)
+        charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in means}
+        with open_writer(run.out / MEAN / name) as writer:
+            writer._get_file_writer().add_summary(custom_scalars({"means over seeds": charts}), walltime=begin)
             for tag, events in means.items():
                 for event in events:
                     writer.add_scalar(tag, event.value, event.step, event.wall_time)

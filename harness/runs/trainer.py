@@ -98,7 +98,7 @@ def _find_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]
         if value != (default := defaults[name].default):
             with suppress(*REFUSALS):
                 Trainer(**{**settings, name: default})
-                return f"trainer.{name}", getattr(value, "name", value)
+                return f"trainer.{name}", value.name if isinstance(value, cli.Choice) else value
     return "trainer.accelerator", f"{settings['accelerator']} --trainer.devices {settings['devices']}"
 
 
@@ -148,11 +148,9 @@ class ByHand(environments.TorchElasticEnvironment):
         self.guesses = "LOCAL_RANK" not in os.environ
 
     def local_rank(self) -> int:
-        """Return the rank's number on its machine."""
         return int(os.environ.get("LOCAL_RANK", self.global_rank() % self._local_size))
 
     def node_rank(self) -> int:
-        """Return the machine's number."""
         return int(os.environ.get("GROUP_RANK", self.global_rank() // self._local_size))
 
 

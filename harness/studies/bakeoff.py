@@ -16,8 +16,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.results import combine
-from harness.reports.search import Search
+from harness.reports.results import Search, combine
 from harness.runs import environment, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
@@ -25,9 +24,10 @@ from harness.runs.nets import load_net
 from harness.runs.plans import Arm, FitPlan, arms, flags_of
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
+from harness.runs.tensorboard import log_means
 from harness.studies import zoo
 from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
-from harness.studies.fits import fit, log_means, save_classifier
+from harness.studies.fits import fit, save_classifier
 from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -37,11 +37,7 @@ from lit_modules.learner import Learner
 class BakeOff:
     """A comparison of students; a subclass says what is built, by `teacher` and `students`.
 
-    Attributes:
-        arms: the students by name, those of `--only`; after `check` under `--zoo`, those that fit the nets.
-
-    Args:
-        session: its settings, data and folder.
+    `arms` are the students by name, those of `--only`; after `check` under `--zoo`, those that fit the nets.
     """
 
     def __init__(self, session: Session) -> None:
@@ -50,7 +46,6 @@ class BakeOff:
 
     @property
     def config(self) -> Namespace:
-        """The run's settings."""
         return self.session.config
 
     def teacher(self, seed: int) -> LitClassifier:
@@ -62,7 +57,6 @@ class BakeOff:
         raise NotImplementedError
 
     def build(self, plan: FitPlan) -> Learner:
-        """Build the module of a fit."""
         if plan.name == TEACHER:
             return self.teacher(plan.seed)
         return self.students(plan.seed, plan.arms, load_net(plan.folder(self.session.out) / TEACHER, "out"))
@@ -146,7 +140,6 @@ class BakeOff:
         raise AssertionError("there are always more names")
 
     def teacher_plan(self, seed: int) -> FitPlan:
-        """Plan the fit of a seed's teacher."""
         is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)
         epochs = None if is_trained else teacher_epochs(self.session)
         return FitPlan(seed, TEACHER, (arm,), epochs, is_trained=is_trained, all_labels=True)
@@ -170,9 +163,7 @@ class BakeOff:
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
             judged_by(config, data),
-            one_teacher=has_trained_teacher(session) and "{seed}" not in (config.teacher_ckpt or ""),
             variants={name: arm.variant for name, arm in self.arms.items()},
-            ranked=config.zoo,
         )
         results.classes, results.search, out = list(data.class_names), search, session.out
         save_results(out, results, data.test_images, environment.commands(out))

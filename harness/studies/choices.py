@@ -85,7 +85,7 @@ def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
 
 def chosen_task(config: Namespace, data: InMemoryData) -> Task:
     """Return the data's task, judged by `--metric` if the experiment has it; BadInput for a metric of another task."""
-    metric = getattr(config, "metric", DEFAULT_METRIC)
+    metric = vars(config).get("metric", DEFAULT_METRIC)
     return task_of(data, None if metric == DEFAULT_METRIC else metric)
 
 
@@ -136,16 +136,17 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
         nets.check_same_start(net, again, key)
     if isinstance(net, nets.Net):
         for flag, expected in net.expects.items():
-            if hasattr(data, flag) and tuple(getattr(data, flag)) != tuple(expected):
+            value = getattr(data, flag, expected)
+            if tuple(value) != tuple(expected):
                 trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
-                raise BadInput(f"data.{flag}", list(getattr(data, flag)), trained_with)
+                raise BadInput(f"data.{flag}", list(value), trained_with)
         if net.tokenizer is not None:
             data.check_tokenizer(net.tokenizer, f"--{key}")
     logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
         nets.check_fits(net, data.example, logits, key, trained)
-    if isinstance(strategy, strategies.PipelineStrategy) or getattr(strategy, "splits", False):
+    if isinstance(strategy, strategies.PipelineStrategy):
         with cli.refusals(cli.choice_at(config, key), key):
             nets.pipeline_stages(net, key)
 

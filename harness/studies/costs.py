@@ -1,9 +1,9 @@
-"""The cost of training a net: its floating-point operations, and the time of a step alone."""
+"""What a fit leaves of a net: its scores, floating-point operations of its training, the time of a step alone."""
 
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
+from apprentice.batch import Batch
+from datamodules import InMemoryData
+from harness.reports import samples
+from harness.runs.plans import Arm, Fit
+from harness.runs.records import Failure, NetRecord
+from lit_modules.learner import Learner
 from strategies.base.private import TorchDispatchMode
 
 Shape = Sequence[int]
@@ -25,12 +31,12 @@ def _conv_backward(grad: Shape, x: Shape, w: Shape, *rest: Any, **_: Any) -> int
 
 def _recurrent(x: Shape, weights: Iterable[Shape]) -> int:
     """Count for x (..., features): each matrix multiplies each row of x or the states once; backward is twice that."""
-    return 2 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
+    return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
 FORMULAS: dict[Any, Any] = {  # of the shapes of an operator's arguments
     aten.convolution_backward: _conv_backward,
-    aten.mv: lambda a, _v, **_: 2 * prod(a),
+    aten.mv: lambda a, _v, **_: 2 * math.prod(a),
     aten.mkldnn_rnn_layer: lambda x, w, u, *_, **__: _recurrent(x, (w, u)),
     aten.mkldnn_rnn_layer_backward: lambda x, w, u, *_, **__: 2 * _recurrent(x, (w, u)),
     aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent(x, weights),
@@ -90,3 +96,44 @@ def milliseconds(step: Callable[[], Tensor]) -> float:
             torch.cuda.synchronize()
         moments.append(time.perf_counter())
     return median(stop - start for start, stop in pairwise(moments)) * 1e3
+
+
+def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryData) -> NetRecord:
+    """Measure an arm, a run of its module: its scores in the test, and what a step of its training costs."""
+    prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
+    scores = {} if failed else outcome.scores
+    figures: dict[str, float | None] = {
+        "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
+        **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
+        "step_ms": None,
+        "train_flops": None,
+    }
+    if (correct := figures.get("test_correct")) is not None:
+        figures["test_correct"] = round(correct)
+    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}))
+    if module.samples and scores:  # a loaded net has no training to measure
+        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
+        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
+        pair = inputs.to(weight.device), labels.to(weight.device)
+        with outcome.autocast():
+            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
+            if (operations := flops(step)) is not None:
+                figures["train_flops"] = round(operations / len(labels) * module.samples)
+            figures["step_ms"] = milliseconds(step)
+    return NetRecord(
+        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
+        list_epochs(module, run), samples=values,
+    )  # fmt: skip
+
+
+def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
+    """Return a run's values of each epoch by their names in the log without the run's: `train/loss`, `val/acc`.
+
+    None stands for what is infinite, such as a perplexity.
+    """
+    prefix = f"{run}/" if run else ""
+    epochs = []
+    for epoch in module.epochs:
+        values = {name.removeprefix(prefix): x for name, x in epoch.items() if name.startswith(prefix)}
+        epochs.append({name: x if math.isfinite(x) else None for name, x in values.items()})
+    return [values for values in epochs if values]

@@ -1,32 +1,40 @@
 """Fits of an experiment: each leaves its nets, a record and rows in TensorBoard, and is not repeated."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException
 
-from apprentice.batch import Batch
 from apprentice.keyed import with_seed
-from datamodules import InMemoryData
 from harness import cli
-from harness.reports import hparams, samples
-from harness.runs import safepoints, tensorboard
-from harness.runs.fit import Fit, fit_and_test
+from harness.reports.hparams import log_row
+from harness.runs import safepoints, signals
+from harness.runs.callbacks import drop_unsuited
+from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import Spec, load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import Arm, FitPlan
-from harness.runs.progress import estimate_rest, progress
-from harness.runs.quiet import notice
-from harness.runs.records import Failure, FitRecord, NetRecord
+from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
+from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.progress import Show, Speed, estimate_rest, progress
+from harness.runs.quiet import notice, quiet
+from harness.runs.records import FitRecord
+from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
+from harness.runs.tensorboard import RunsLogger
+from harness.runs.trainer import finish_runs
 from harness.studies import costs
 from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
+from lit_modules.run_metrics import RunMetrics
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
@@ -35,13 +43,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     """Fit and test what is planned, export its nets and measure their costs, unless that is done; returns the record.
 
     A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
-    the bits are the same.
-
-    Args:
-        run: the session, in its folder.
-        plan: the fit.
-        build: builds its module; one that is a single run trains the plan's only arm.
-        plans: all fits of the run.
+    the bits are the same. A module that is a single run trains the plan's only arm. `plans` are all fits of the run.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -59,7 +61,8 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     trained = [(arm, module.net_of(run_of(module, arm))) for arm in plan.arms]
     exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
     show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(run.out, plans, plan))
-    outcome = fit_and_test(run, plan, module, judged_by(run.config, run.data).score, extended, show)
+    score = judged_by(run.config, run.data).score
+    outcome = fit_and_test(run, plan, module, score, extended, show)
     record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
         record = replace(record, teacher_samples=module.teacher_samples, teacher_stored=module.teacher_stored)
@@ -68,10 +71,13 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
         for arm, net, spec in exports:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
-            record.nets[arm.name] = measure(module, arm, outcome, run.data)
+            record.nets[arm.name] = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
-            save(run, plan, arm, net, spec, record.nets[arm.name])
+            if plan.until is None:  # else the fit goes on
+                save_net(net, spec, plan.folder(run.out) / arm.name, run.data.class_names)
+            if run.tensorboard:
+                log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
         if not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)
@@ -85,7 +91,8 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """
     checkpoint = plan.checkpoint(run.out)
-    had = safepoints.max_epochs(safepoints.read(checkpoint)) if checkpoint.exists() else None
+    points = safepoints.read(checkpoint)["callbacks"]["SafePoints"] if checkpoint.exists() else {}
+    had: int | None = points.get("max_epochs")
     if plan.epochs is None or had == plan.epochs or (had is None and done is None):
         return False
     why = "" if had else "the folder has no checkpoint of it"
@@ -101,13 +108,98 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     return not why
 
 
-def save(run: Session, plan: FitPlan, arm: Arm, net: nn.Module, spec: Spec, record: NetRecord) -> None:
-    """Write an arm's net, unless its fit is to go on, and its row in TensorBoard."""
-    folder = plan.folder(run.out) / arm.name
-    if plan.until is None:
-        save_net(net, spec, folder, run.data.class_names)
-    if run.tensorboard:
-        log_row(run, plan.seed, arm, spec, record.figures)
+def fit_and_test(
+    run: Session, plan: FitPlan, module: Learner, score: str = "acc", extended: bool = False, show: Show | None = None
+) -> Fit:
+    """Fit the module, from its checkpoint if there is one, then, if it is to be tested, test its last weights once.
+
+    The module ends with the trained weights in this process, even if the trainer started others. Nets are judged by the
+    validation's `score`; `extended` says that a finished fit goes on, as its Trainer has more epochs now.
+
+    Raises:
+        Interrupted: the user asked to stop; the checkpoint has what was trained.
+    """
+    folder, checkpoint = plan.folder(run.out), plan.checkpoint(run.out)
+    loggers = run.loggers(f"{folder.name}/{plan.name}")
+    state = safepoints.read(checkpoint) if checkpoint.exists() else None
+    if state is not None:
+        safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
+
+    def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
+        runs = [arm.name for arm in plan.arms]
+        curves = [RunsLogger(folder, runs, plan.name, purge_step, part, score)] if run.tensorboard else []
+        kwargs |= {**plan.trainer, "logger": [*curves, *loggers] or False, "plugins": [AtomicCheckpointIO()]}
+        return run.trainer(**kwargs, **({"show": show} if show else {}))
+
+    with quiet():
+        if not plan.is_trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
+            with _stop_after_save():
+                callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
+                callbacks += [] if plan.until is None else [Until(plan.until)]
+                epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
+                purge_step = state["global_step"] if state else 0
+                fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
+                drop_unsuited(run, plan.label, module, fitting)
+                for callback in fitting.checkpoint_callbacks:  # the user's, unless placed elsewhere
+                    if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                        callback.dirpath = str(folder / "checkpoints" / plan.name)
+                resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
+                fitting.fit(module, run.data, **resumed)
+            state = safepoints.read(checkpoint)
+        if state is not None:
+            safepoints.load(module, state, checkpoint)
+        path = checkpoint.with_suffix(".samples")
+        only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
+        testing = trainer(part=".test", callbacks=[SampleWriter(path)], **only_test)
+        scores = dict(testing.test(module, run.data, verbose=False)[0]) if plan.tested else {}
+        testing.strategy.barrier()
+        finish_runs(loggers)
+    samples: dict[str, dict[str, Tensor]] = {}
+    if is_main_process() and path.exists():
+        samples = torch.load(path)
+        path.unlink()
+    points = state["callbacks"]["SafePoints"] if state else {"seconds": None, "epochs": None}
+    device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
+    return Fit(points["seconds"], points["epochs"], scores, device, forward, samples)
+
+
+@contextmanager
+def _stop_after_save() -> Iterator[None]:
+    """Defer signals during a fit; raise Interrupted if it ended on account of one, in one process or many."""
+    try:
+        with signals.defer_signals():
+            yield
+    except (SystemExit, ProcessExitedException) as stop:
+        if isinstance(stop, ProcessExitedException) or stop.code == signals.SAVED:
+            signals.stop_if_requested()
+        raise
+    signals.stop_if_requested()
+
+
+class SampleWriter(Callback):
+    """Writes the values of single samples to a file, as ranks end with a test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(pl_module, RunMetrics):
+            values = pl_module.of_samples()
+            if trainer.is_global_zero:
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # of a loaded net nothing has been written yet
+                with atomic(self.path) as temporary:
+                    torch.save(values, temporary)
+
+
+def run_of(module: Learner, arm: Arm) -> str:
+    """Return the name of an arm's run in a module of several, "" in a module that is one run."""
+    return arm.name if arm.name in module.runs else ""
+
+
+def wait_for_main() -> None:
+    """Where a launcher started the ranks, wait until the first has written its files."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def save_classifier(run: Session, seed: int, net: str) -> None:
@@ -117,74 +209,3 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")
-
-
-def wait_for_main() -> None:
-    """Where a launcher started the ranks, wait until the first has written its files."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def measure(module: Learner, arm: Arm, outcome: Fit, data: InMemoryData) -> NetRecord:
-    """Measure an arm: its scores in the test, and what a step of its training costs."""
-    run = run_of(module, arm)
-    prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
-    scores = {} if failed else outcome.scores
-    figures: dict[str, float | None] = {
-        "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
-        **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
-        "step_ms": None,
-        "train_flops": None,
-    }
-    if (correct := figures.get("test_correct")) is not None:
-        figures["test_correct"] = round(correct)
-    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}))
-    if module.samples and scores:  # a loaded net has no training to measure
-        weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
-        inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
-        pair = inputs.to(weight.device), labels.to(weight.device)
-        with outcome.autocast():
-            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
-            if (operations := costs.flops(step)) is not None:
-                figures["train_flops"] = round(operations / len(labels) * module.samples)
-            figures["step_ms"] = costs.milliseconds(step)
-    return NetRecord(
-        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
-        list_epochs(module, run), samples=values,
-    )  # fmt: skip
-
-
-def run_of(module: Learner, arm: Arm) -> str:
-    """Return the name of an arm's run in a module of several, "" in a module that is one run."""
-    return arm.name if arm.name in module.runs else ""
-
-
-def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:
-    """Return a run's values of each epoch by their names in the log without the run's: `train/loss`, `val/acc`.
-
-    None stands for what is infinite, such as a perplexity.
-    """
-    prefix = f"{run}/" if run else ""
-    epochs = []
-    for epoch in module.epochs:
-        values = {name.removeprefix(prefix): x for name, x in epoch.items() if name.startswith(prefix)}
-        epochs.append({name: x if math.isfinite(x) else None for name, x in values.items()})
-    return [values for values in epochs if values]
-
-
-def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None]) -> None:
-    """Write an arm's row in TensorBoard's HPARAMS tab."""
-    score, options = judged_by(run.config, run.data).score, arm.method.init_args
-    net = cli.Choice(spec["class_path"], spec["init_args"])
-    row = {
-        score: figures[f"test_{score}"], "net": hparams.words(net, run.data.net_arguments), "seed": str(seed),
-        "objective": hparams.call(arm.method.name, options), **hparams.settings(arm.settings(run.config)), **options,
-    }  # fmt: skip
-    folder = run.out / f"seed{seed}" / arm.name
-    hparams.log_run(folder, row, figures, score, hparams.options_of_all(run.config))
-
-
-def log_means(run: Session, nets: Sequence[str]) -> None:
-    """Write the TensorBoard runs of methods, over the seeds that have finished all these nets."""
-    if run.tensorboard and is_main_process():
-        tensorboard.log_means(run.out, run.config.seeds, nets)

@@ -19,8 +19,8 @@ from harness.runs.nets import load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
-from harness.runs.tensorboard import indent, log_text
-from harness.studies.fits import fit, log_means
+from harness.runs.tensorboard import indent, log_means, log_text
+from harness.studies.fits import fit
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.tasks import BITS

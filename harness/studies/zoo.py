@@ -37,12 +37,6 @@ def list_fitting(
 
     A method whose options are not its defaults was asked for by the user, and stays. So does one that is named alone.
 
-    Args:
-        config: the run's.
-        parser: of its command line.
-        arms: those that are wanted, by name.
-        build: builds the module of some of them, by name, or raises.
-
     Raises:
         BadInput: none of them fits.
     """

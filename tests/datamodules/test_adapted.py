@@ -30,8 +30,8 @@ from experiments import hardware, kd
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP
+from tests.callbacks import Saver
 from tests.commands import refused, results
-from tests.datamodules.test_resume import Saver
 from tests.grids import mostly_slow
 from tests.training import assert_same, fit, trainer, weights
 
@@ -48,13 +48,7 @@ class Images(Dataset):
 
 
 class Mine(LightningDataModule):
-    """A data module as Lightning's guide has one: split in `setup`, loaders as torch makes them, a hook of its own.
-
-    Args:
-        workers: of the training loader.
-        sampler: what draws its order.
-        drop_last: whether it leaves the last batch out.
-    """
+    """A data module as Lightning's guide has one: split in `setup`, loaders as torch makes them, a hook of its own."""
 
     def __init__(self, workers: int = 0, sampler: str = "shuffle", drop_last: bool = False) -> None:
         super().__init__()
@@ -146,7 +140,7 @@ def test_workers_and_a_generator_of_its_own_move_nothing() -> None:
     assert_same(ended(Mine(sampler="own generator")), ended(Mine(sampler="own generator")))
 
 
-@pytest.mark.parametrize("make", [Mine, Plain])
+@pytest.mark.parametrize("make", mostly_slow([Mine, Plain], Mine))
 def test_exact_bits_on_two_processes(make: Callable[[], Mine]) -> None:
     one, two = (ended(make(), devices, strategy=DDP(timeout=60, exact=4)) for devices in (1, 2))
     assert_same(one, two)

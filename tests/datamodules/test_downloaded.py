@@ -24,6 +24,7 @@ import torchvision.datasets
 from apprentice.errors import BadInput
 from datamodules import CIFAR10, CIFAR100, MNIST, FashionMNIST, ImageData, downloaded
 from datamodules.downloaded import Downloaded
+from tests.commands import bad_input
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 Source = torchvision.datasets.CIFAR10
@@ -110,11 +111,8 @@ def mnist(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/", address])
 
 
-def refusal(data: ImageData) -> str:
-    with pytest.raises(BadInput) as error:
-        data.split("train")  # prepare_data and setup
-    assert "\n" not in str(error.value)
-    return str(error.value)
+def refuse(data: ImageData) -> str:
+    return bad_input(data.split, "train")  # prepare_data and setup
 
 
 def test_cifar_is_downloaded_once(cifar: bytes, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -171,7 +169,7 @@ def test_fashion_mnist_is_downloaded_beside_mnist(mnist: None, tmp_path: Path, m
 def test_corrupt_archive_is_named_with_its_sum(cifar: bytes, served: Path, tmp_path: Path) -> None:
     (served / Source.filename).write_bytes(cifar[:-100])
     archive = tmp_path / "data" / Source.filename
-    message = refusal(CIFAR10(tmp_path / "data"))
+    message = refuse(CIFAR10(tmp_path / "data"))
     assert f"{archive} is corrupt or incomplete (its MD5 sum is {md5(cifar[:-100])}, not {md5(cifar)})" in message
     (served / Source.filename).write_bytes(cifar)
     assert CIFAR10(tmp_path / "data").sizes["test"] == 20  # and is fetched anew
@@ -189,7 +187,7 @@ def test_junk_in_extracted_mnist_is_one_clear_line(mnist: None, tmp_path: Path, 
     MNIST(tmp_path).prepare_data()
     folder = tmp_path / "MNIST" / "raw"
     (folder / name).write_bytes(junk)
-    assert refusal(MNIST(tmp_path)).startswith(
+    assert refuse(MNIST(tmp_path)).startswith(
         f"data.root {tmp_path}: expected intact files of MNIST; those in {folder} are damaged ("
     )
 
@@ -201,7 +199,7 @@ def test_a_silent_server_is_given_up(
     monkeypatch.setattr(downloaded, "PATIENCE", 0.5)
     monkeypatch.setattr(Source, "url", silent + Source.filename)
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [silent])
-    message = refusal(kind(tmp_path))
+    message = refuse(kind(tmp_path))
     assert message.startswith(f"data.root {tmp_path}: expected {kind.__name__} there; it is not, and downloading it")
     assert silent in message
     assert "timed out" in message
@@ -220,7 +218,7 @@ def test_the_limit_holds_however_many_addresses_are_tried(tmp_path: Path, monkey
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     start = time.monotonic()
-    message = refusal(CIFAR10(tmp_path))
+    message = refuse(CIFAR10(tmp_path))
     assert time.monotonic() - start < 3
     assert "nothing came for 0.5 seconds" in message
 
@@ -244,7 +242,7 @@ def test_without_name_servers_it_helps(kind: type[Downloaded], tmp_path: Path, m
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     data = kind(tmp_path / "missing" / "data")
-    message = refusal(data)
+    message = refuse(data)
     assert not any(tmp_path.iterdir())
     assert "Temporary failure in name resolution" in message
     for text in (*data.origin().addresses, *(path.name for path, _ in data.origin().archives), "--data Digits"):
@@ -255,7 +253,7 @@ def test_a_root_that_cant_be_written_or_lacks_the_data_is_named(cifar: bytes, tm
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match=r"expected MNIST in .*MNIST/raw; prepare_data\(\) downloads it"):
         MNIST(tmp_path).setup()
-    message = refusal(CIFAR10(tmp_path / "file" / "data"))
+    message = refuse(CIFAR10(tmp_path / "file" / "data"))
     assert message.startswith(f"data.root {tmp_path}/file/data: expected CIFAR10 there")
     assert "Not a directory" in message
 

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 from apprentice.errors import BadInput
 from datamodules import ImageData, ImageFolder, encoded, memory
 from experiments import kd
-from tests.commands import refused
+from tests.commands import bad_input, refused
 
 
 def picture(path: Path, seed: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> None:
@@ -37,10 +37,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refusal(data: ImageFolder) -> str:
-    with pytest.raises(BadInput) as error:
-        data.setup()
-    return str(error.value)
+def refuse(data: ImageFolder) -> str:
+    return bad_input(data.setup)
 
 
 @pytest.mark.parametrize("large", [1, 10**6], ids=["threads", "plain"])
@@ -142,7 +140,7 @@ def test_levels_of_no_known_range_are_refused(root: Path, values: np.ndarray, to
     path = root / "train" / "dog" / "scan.tiff"
     Image.fromarray(values).save(path)
     expected = "an image of 8 or 16 bits a channel, or floats from 0 to 1; this one has"
-    assert refusal(ImageFolder(root, image_size=4)) == f"data.root {path}: expected {expected} {told}"
+    assert refuse(ImageFolder(root, image_size=4)) == f"data.root {path}: expected {expected} {told}"
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -201,7 +199,7 @@ def test_a_first_picture_that_can_not_be_read_is_skipped(root: Path, capsys: pyt
     for path in (root / "test").glob("*/*.png"):
         path.write_bytes(b"no image")
     expected = "data.on_error skip: expected images of test that can be read; none of 6 can"
-    assert refusal(ImageFolder(root, on_error="skip", num_workers=0)) == expected
+    assert refuse(ImageFolder(root, on_error="skip", num_workers=0)) == expected
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])
@@ -291,7 +289,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done, a
 def test_what_is_no_folder_of_images_is_refused(root: Path, fault: str) -> None:
     act, begins, ends = FAULTS[fault]
     act(root)
-    message = refusal(ImageFolder(root))
+    message = refuse(ImageFolder(root))
     assert message.startswith(begins.format(root, root))
     assert message.endswith(ends.format(root, root))
 
@@ -300,9 +298,9 @@ def test_what_would_not_fit_is_refused_before_decoding(root: Path, monkeypatch: 
     (root / "train" / "dog" / "3.png").write_bytes(b"never opened")
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**9)
     large = ImageFolder(root, image_size=20_000, cache="memory")
-    assert "18 of 3x20000x20000 take 21.60 GB, 1.00 GB are available" in refusal(large)
+    assert "18 of 3x20000x20000 take 21.60 GB, 1.00 GB are available" in refuse(large)
     monkeypatch.setattr(memory, "available_bytes", lambda: 18 * 3 * 4 * 4 - 1)
-    assert "18 of 3x4x4" in refusal(ImageFolder(root, image_size=4, cache="memory"))
+    assert "18 of 3x4x4" in refuse(ImageFolder(root, image_size=4, cache="memory"))
     fits = ImageFolder(root, image_size=4, train_size=6, validation_size=0, test_size=6, seed=1)
     picture(root / "train" / "dog" / "3.png", 0)
     assert fits.sizes["train"] == 6

@@ -16,6 +16,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import RNNClassifier
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton
+from tests.commands import bad_input
 from tests.training import LinesLogger, assert_same, fit, weights
 
 LINES = [f"{name}\t{name} says {n:02}" for n in range(20) for name in ("ada", "bob")]
@@ -83,9 +84,7 @@ def test_what_is_no_labelled_text_is_refused(content: str | None, expected: str,
     path = tmp_path / "lines"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(BadInput) as refused:
-        LabelledText(path).setup()
-    assert str(refused.value).startswith(f"data.root {path}: expected {expected}")
+    assert bad_input(lambda: LabelledText(path).setup()).startswith(f"data.root {path}: expected {expected}")
     with pytest.raises(BadInput, match=r"^data\.length 0: expected at least 1"):
         LabelledText(path, length=0)
 

@@ -1,19 +1,26 @@
-"""Ranks see together what one process sees; order, normalisation and augmentation are functions of their keys."""
+"""Ranks see together what one process sees, and a resumed fit what an undisturbed one would have seen."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torchvision.transforms.v2.functional as tv
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules import CIFAR10, Digits
 from datamodules.images import ImageData, augment
+from lit_modules.classifier import LitClassifier
+from tests.callbacks import Saver, Seen
+from tests.training import classifier, trainer
 
 RANKS = (1, 2, 3, 8)
 
@@ -113,13 +120,6 @@ def test_evaluation_deals_the_chunks_of_one_process(part: str, replicas: int) ->
     assert torch.equal(torch.cat([batch.labels for batch in chunks]), split.labels)
 
 
-def test_teachers_pass_and_training_number_samples_alike() -> None:
-    data = digits()
-    stored = torch.cat([batch.inputs for batch in data.train_in_order()])
-    for batch in data.train_dataloader():
-        assert torch.equal(stored[batch.index], batch.inputs)
-
-
 def test_a_batch_smaller_than_the_number_of_devices_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^data.batch_size 7: expected at least 8, one sample for each device$"):
         digits(8, 0, batch_size=7).train_dataloader()
@@ -173,35 +173,12 @@ def test_augmentation_of_a_sample_is_the_same_in_any_company() -> None:
         assert not torch.equal(other, together)
 
 
-class Inputs(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(64, 10)
-        self.batches: dict[str, list[Batch]] = {"train": [], "validation": [], "test": []}
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.batches["train"].append(batch)
-        return self.net(batch.inputs.flatten(1)).sum()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.batches["validation"].append(batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.batches["test"].append(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def run(data: ImageData, **options: object) -> Inputs:
-    module = Inputs()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=data)
-    trainer.test(module, datamodule=data, verbose=False)
-    return module
+def run(data: ImageData, **options: Any) -> tuple[Seen, Trainer]:
+    seen, module = Seen(), classifier()
+    runner = trainer(callbacks=[seen], **options)
+    runner.fit(module, data)
+    runner.test(module, data, verbose=False)
+    return seen, runner
 
 
 @pytest.mark.parametrize(
@@ -209,43 +186,41 @@ def run(data: ImageData, **options: object) -> Inputs:
 )
 def test_lightning_hands_over_normalized_batches_of_the_modules_type(precision: str, dtype: torch.dtype) -> None:
     data = Digits(batch_size=20, train_size=101, validation_size=41, test_size=97)
-    module = run(data, precision=precision)
-    assert len(module.batches["train"]) == 2 * 6
-    assert len(module.batches["test"]) == 5
-    for part, batches in module.batches.items():
-        for batch in batches:
+    seen, _ = run(data, precision=precision)
+    assert len(seen.train) == 2 * 6
+    assert len(seen.test) == 5
+    for part in ("train", "validation", "test"):
+        for batch in getattr(seen, part):
             assert isinstance(batch, Batch)
             stored = data.split(part)
             assert torch.equal(batch.inputs, data.normalize(stored.inputs[batch.index], dtype))
             assert torch.equal(batch.labels, stored.labels[batch.index])
-            assert (batch.inputs.dtype, batch.labels.dtype, batch.index.dtype, type(batch.count)) == (
-                dtype, torch.int64, torch.int64, int,
-            )  # fmt: skip
+            types = batch.inputs.dtype, batch.labels.dtype, batch.index.dtype, type(batch.count)
+            assert types == (dtype, torch.int64, torch.int64, int)
 
 
 def test_only_training_batches_are_augmented_and_by_epoch_and_sample() -> None:
     data = Digits(batch_size=20, train_size=101, validation_size=41, test_size=97, augment=True)
     plain = Digits(batch_size=20, train_size=101, validation_size=41, test_size=97)
     assert (data.train_inputs_repeat, plain.train_inputs_repeat) == (False, True)
-    module = run(data)
+    seen, _ = run(data)
     by_epoch = []
-    for epoch in (module.batches["train"][:6], module.batches["train"][6:]):
+    for epoch in (seen.train[:6], seen.train[6:]):
         order = torch.cat([batch.index for batch in epoch]).argsort()
         by_epoch.append(torch.cat([batch.inputs for batch in epoch])[order])
     stored = data.normalize(data.split("train").inputs)
-    changed = [(seen != stored).flatten(1).any(1).float().mean().item() for seen in by_epoch]
+    changed = [(inputs != stored).flatten(1).any(1).float().mean().item() for inputs in by_epoch]
     assert min(changed) > 0.7  # 1 of 9 crops of an 8 x 8 image leaves it in its place
     assert not torch.equal(*by_epoch)
     for part in ("validation", "test"):
-        seen = torch.cat([batch.inputs for batch in module.batches[part]][-5:])
-        assert torch.equal(seen[-len(data.split(part).labels) :], data.normalize(data.split(part).inputs))
+        inputs = torch.cat([batch.inputs for batch in getattr(seen, part)][-5:])
+        assert torch.equal(inputs[-len(data.split(part).labels) :], data.normalize(data.split(part).inputs))
 
 
 def test_no_validation_samples_means_no_validation() -> None:
-    module = run(Digits(batch_size=500, validation_size=0))
-    assert module.batches["validation"] == []
-    assert module.trainer.num_val_batches == []
-    assert sum(len(batch.labels) for batch in module.batches["train"]) == 2 * 1437
+    seen, runner = run(Digits(batch_size=500, validation_size=0))
+    assert (seen.validation, runner.num_val_batches) == ([], [])
+    assert sum(len(batch.labels) for batch in seen.train) == 2 * 1437
 
 
 def test_usable_without_a_trainer() -> None:
@@ -256,3 +231,79 @@ def test_usable_without_a_trainer() -> None:
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
     assert [len(list(loader)) for loader in loaders] == [len(loader) for loader in loaders] == [3, 1, 3]
     assert list(Digits(validation_size=0).val_dataloader()) == []
+
+
+EPOCHS, BATCHES = 3, 5  # 75 samples in batches of 16
+
+
+def data(validation_size: int = 40) -> Digits:
+    module = Digits(batch_size=16, train_size=75, validation_size=validation_size, test_size=10, augment=True)
+    module.transforms = ["RandomVerticalFlip"]
+    module.order_seed = 3
+    return module
+
+
+def fit(digits: Digits, callbacks: list[Callback], ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """What a linear classifier sees, and its weight at the end."""
+    net = with_seed(0, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    module, seen = LitClassifier(net, optimizer=partial(SGD, lr=0.1, momentum=0.9)), Seen()
+    trainer(max_epochs=EPOCHS, callbacks=[seen, *callbacks], **options).fit(module, digits, ckpt_path=ckpt)
+    batches = [(step, batch.step, batch.index.tolist()) for step, batch in zip(seen.steps, seen.train, strict=True)]
+    return batches, net[1].weight
+
+
+MOMENTS = "train_batch_start", "train_batch_end", "validation_batch_end", "validation_end", "train_epoch_end"
+HOOKS = [f"on_{moment}" for moment in MOMENTS]
+OPTIONS: list[dict] = [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}, {"max_steps": 12}]
+# Lightning, with any loader, miscounts epochs when max_steps is given and it resumes from an epoch's end.
+CASES = [
+    (hook, options) for hook in HOOKS for options in OPTIONS if (hook, *options) != ("on_train_epoch_end", "max_steps")
+]
+
+
+@pytest.mark.parametrize(("hook", "options"), CASES, ids=str)
+def test_resumed_fit_is_the_undisturbed_one(tmp_path: Path, hook: str, options: dict) -> None:
+    digits = data()
+    whole, weight = fit(digits, [Saver(tmp_path, hook)], **options)
+    batches = options.get("limit_train_batches", BATCHES)
+    epochs = [[index for _, step, index in whole if step // BATCHES == epoch] for epoch in range(EPOCHS)]
+    assert [len(epoch) for epoch in epochs[:2]] == [batches, batches]
+    assert epochs[0] != epochs[1] != epochs[2]
+    checkpoints = list(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) >= 2
+    for checkpoint in checkpoints:
+        resumed, ended = fit(digits, [], checkpoint, **options)
+        assert resumed == [seen for seen in whole if seen[0] >= int(checkpoint.stem)], checkpoint.name
+        assert torch.equal(ended, weight), checkpoint.name
+
+
+def test_resumed_without_validation(tmp_path: Path) -> None:
+    digits = data(validation_size=0)
+    whole, weight = fit(digits, [Saver(tmp_path, "on_train_batch_end")])
+    for done in (3, 5, 11):
+        resumed, ended = fit(digits, [], tmp_path / f"{done}.ckpt")
+        assert resumed == whole[done:]
+        assert torch.equal(ended, weight)
+
+
+def test_other_passes_during_and_after_a_fit_are_whole() -> None:
+    """Only Lightning's own pass goes on where its progress stands."""
+
+    class Passes(Callback):
+        lengths: ClassVar[list[int]] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+            self.lengths.append(len(list(trainer.datamodule.train_dataloader())))
+            self.lengths.append(len(list(trainer.train_dataloader)))
+
+    digits = data()
+    fit(digits, [Passes()])
+    assert Passes.lengths == [BATCHES] * 2 * EPOCHS * BATCHES
+    assert len(list(digits.train_dataloader())) == BATCHES
+
+
+def test_checkpoint_holds_no_loader_state(tmp_path: Path) -> None:
+    fit(data(), [Saver(tmp_path, "on_train_batch_end")])
+    checkpoint = torch.load(tmp_path / "7.ckpt", weights_only=True)
+    assert checkpoint["loops"]["fit_loop"]["state_dict"] == {"combined_loader": [{}]}
+    assert "Digits" not in checkpoint

@@ -9,6 +9,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import Digits, ImageData
 from datamodules.splits import Split, balanced_subset, draw_train_and_validation, proportional_subset
+from tests.commands import bad_input
 
 LABELS = torch.tensor([0] * 50 + [1] * 7 + [2] * 30 + [4] * 20)[keyed.permutation(107, 0)]  # no sample of class 3
 
@@ -191,16 +192,13 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED, ids=str)
 def test_options_that_no_set_has_are_refused_naming_the_largest(kind: Any, options: dict, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        kind(**options).setup()
-    assert str(error.value).startswith(message)
+    assert bad_input(lambda: kind(**options).setup()).startswith(message)
 
 
 @pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])
 def test_the_largest_size_named_is_the_largest(validation_size: float) -> None:
-    with pytest.raises(BadInput) as error:
-        draw_train_and_validation(LABELS, 10_000, validation_size, seed=0, subset="balanced")
-    largest = int(str(error.value).split("at most ")[1].split()[0])
+    line = bad_input(draw_train_and_validation, LABELS, 10_000, validation_size, seed=0, subset="balanced")
+    largest = int(line.split("at most ")[1].split()[0])
     assert len(draw_train_and_validation(LABELS, largest, validation_size, seed=0, subset="balanced")[0]) == largest
     with pytest.raises(BadInput):
         draw_train_and_validation(LABELS, largest + 1, validation_size, seed=0, subset="balanced")

@@ -24,8 +24,9 @@ from experiments import kd
 from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
+from tests.callbacks import Saver
+from tests.commands import bad_input
 from tests.datamodules.test_image_folder import picture
-from tests.datamodules.test_resume import Saver
 from tests.grids import mostly_slow
 from tests.harness.test_resume import kill_at
 from tests.processes import Run
@@ -212,6 +213,7 @@ def test_a_killed_study_goes_on_to_the_bits_of_memory(root: Path, whole: Path, t
     same_nets(out, whole)
 
 
+@pytest.mark.slow
 def test_damage_in_mid_epoch_costs_nothing_trained(root: Path, copied: Path, whole: Path, tmp_path: Path) -> None:
     out, victims = tmp_path / "run", sorted((copied / "train" / "dog").iterdir())
 
@@ -293,6 +295,4 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
     ids=str,
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        ImageFolder("nowhere", **options)
-    assert str(error.value) == message
+    assert bad_input(ImageFolder, "nowhere", **options) == message

@@ -10,6 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from datamodules import Text, Vocabulary
 from datamodules import text as module
+from tests.commands import bad_input
 from tests.language import text, written
 
 
@@ -142,10 +143,9 @@ def test_a_vocabulary_there_and_back() -> None:
     assert Vocabulary("ba").encode("abba").tolist() == [0, 1, 1, 0]
     assert Vocabulary().decode(torch.tensor([226, 130])) == "�"
     assert (Vocabulary("b\na").start, Vocabulary("ba").start, Vocabulary().start) == ("\n", "a", "\n")
-    with pytest.raises(BadInput) as refused:
-        Vocabulary("hello").encode("hellö wörld", "sample")
-    assert str(refused.value).startswith("sample 'hellö wörld': expected the 4 characters that were trained on;")
-    assert str(refused.value).endswith("unknown: ' ' 'd' 'r' 'w' 'ö'")
+    line = bad_input(lambda: Vocabulary("hello").encode("hellö wörld", "sample"))
+    assert line.startswith("sample 'hellö wörld': expected the 4 characters that were trained on;")
+    assert line.endswith("unknown: ' ' 'd' 'r' 'w' 'ö'")
 
 
 def test_the_default_is_pythons_own_documentation() -> None:
@@ -191,9 +191,7 @@ def test_what_is_no_text_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(BadInput) as refused:
-        Text(path, **{"block_size": 8} | options).setup()
-    assert str(refused.value).startswith(message.format(path=path))
+    assert bad_input(lambda: Text(path, **{"block_size": 8} | options).setup()).startswith(message.format(path=path))
 
 
 def test_a_text_too_large_for_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

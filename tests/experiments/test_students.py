@@ -203,7 +203,9 @@ def made(ranked: bool = False) -> Any:
     students = {name: [student(number) for number in numbers] for name, numbers in correct.items()}
     students["c-kd"] = [student(0, {"step": 1, "term": "kl"})] * 2
     variants = {name: name.partition("-")[2] for name in correct}
-    return combine(header(2), [teacher()] * 2, students, [1.0] * 2, variants=variants, ranked=ranked)
+    run = header(2)
+    run.config["zoo"] = ranked
+    return combine(run, [teacher()] * 2, students, [1.0] * 2, variants=variants)
 
 
 def test_differences_are_to_the_same_net() -> None:

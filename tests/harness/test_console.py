@@ -16,12 +16,12 @@ import pytest
 
 from experiments import compare, kd
 from harness import start
-from harness.console import console
 from harness.reports.tables import Table
 from harness.runs import session, signals
 from harness.runs.files import write_json
 from harness.runs.safepoints import SafePoints
 from harness.runs.signals import handle_signals
+from harness.start import console
 from tests.bake_off_facts import results
 from tests.launching import ROOT, TINY, by_hand, free_port
 from tests.processes import Run

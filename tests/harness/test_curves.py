@@ -9,7 +9,7 @@ import pytest
 
 from apprentice import extras
 from experiments import gpt, kd, quantize
-from harness.runs import fit, records, safepoints
+from harness.runs import records, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
 from harness.studies import bakeoff, fits, language_model
@@ -53,7 +53,7 @@ def batch(number: int) -> Kill:
     return SafePoints, "on_train_batch_start", number, False
 
 
-TRAINED: Kill = fit.SafePoints, "on_train_end", 1, True
+TRAINED: Kill = safepoints.SafePoints, "on_train_end", 1, True
 NOT_RECORDED: Kill = records, "write_json", 1, False
 NOT_KEPT: Kill = builder, "atomic", 1, False
 

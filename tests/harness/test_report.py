@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from harness.reports import html, interactive, mistakes, pages, plots, samples
-from harness.reports.metrics import ACCURACY
 from harness.reports.report import Report
 from harness.reports.results import Results, combine
 from harness.reports.tables import Table
-from harness.reports.uncertainty import holm, p_value
+from harness.reports.uncertainty import ACCURACY, holm, p_value
 from harness.runs.records import NetRecord
 from lit_modules.tasks import Classification, ClassScores
 from lit_modules.tasks.classification import calibration_error

@@ -16,12 +16,11 @@ from apprentice.errors import BadInput
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.interactive import save_results
 from harness.reports.measures import COST
-from harness.reports.metrics import ACCURACY, conclude
 from harness.reports.pages import markdown, notes, picture, table, text
 from harness.reports.results import Results, combine, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, join_words, short
-from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
+from harness.reports.uncertainty import ACCURACY, conclude, lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from harness.runs.records import FORMAT
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
@@ -78,13 +77,15 @@ def test_a_loaded_teacher_has_no_times():
 def test_one_teacher_for_all_seeds_is_told_as_one_net():
     loaded = teacher(fit_seconds=None, step_ms=None, train_flops=None)
     students = {"ce": [student(CE[0]), student(CE[1])]}
-    found = combine(header(2), [loaded] * 2, students, [1.0, 2.0], one_teacher=True)
+    found = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
     assert found.teacher.nets == 1
     scores = {row[0]: row[3] for row in table(found).rows}
     assert scores["teacher"] == "97.50"
     assert "±" in scores["ce"]
     assert "teacher: one net, tested once, which taught with every seed." in notes(found)
-    each = combine(header(2), [loaded] * 2, students, [1.0, 2.0])
+    several = header(2)
+    several.config["teacher_ckpt"] = "teacher-{seed}.pt"
+    each = combine(several, [loaded] * 2, students, [1.0, 2.0])
     assert not any(note.startswith("teacher") for note in notes(each))
 
 

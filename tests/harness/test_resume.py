@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from harness.reports import interactive
-from harness.runs import fit as stages
 from harness.runs import records, safepoints
 from harness.runs.folders import new_folder
 from harness.runs.plans import Arm, FitPlan
@@ -77,7 +76,7 @@ MOMENTS = {
     "teacher, in the last epoch": (SafePoints, "on_train_batch_start", 8, False),
     "teacher, in the middle of writing a checkpoint": (torch, "save", 5, False),
     "teacher, between a checkpoint's write and its rename": (Path, "replace", 9, False),
-    "teacher, trained and not tested": (stages.SafePoints, "on_train_end", 1, True),
+    "teacher, trained and not tested": (fits.SafePoints, "on_train_end", 1, True),
     "teacher, before its weights are written": (fits, "save_net", 1, False),
     "teacher, exported and not recorded": (records, "write_json", 1, False),
     "between teacher and students": (records, "write_json", 1, True),
@@ -189,7 +188,7 @@ def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Pa
         return {path: path.stat().st_mtime_ns for path in out.rglob("weights.pt")}
 
     def arm() -> None:
-        stages.Trainer.fit = None  # type: ignore[method-assign, assignment]
+        fits.Trainer.fit = None  # type: ignore[method-assign, assignment]
 
     start(out).check()
     before = written()
@@ -232,7 +231,7 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
         out=path, data=digits(), trainer=made, config=config, tensorboard=False, loggers=lambda fit: []
     )
     module = classifier()
-    found = stages.fit_and_test(run, FitPlan(0, "run", (Arm("run", "net"),)), module)
+    found = fits.fit_and_test(run, FitPlan(0, "run", (Arm("run", "net"),)), module)
     facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.samples}
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 

@@ -40,10 +40,7 @@ NETS: dict[str, tuple[Callable[[], LightningModule], tuple[int, ...]]] = {  # a 
 
 @contextmanager
 def on_fakes(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, the module's parameters and buffers are fakes on a GPU; any real tensor of its own is an error.
-
-    Without a GPU there is no backward on fakes: that of a relation over the batch is left out.
-    """
+    """Inside, the module's parameters and buffers are fakes on a GPU; any real tensor of its own is an error."""
     fakes, known = FakeTensorMode(), dict[int, Tensor]()
 
     def moved(x: Tensor) -> Tensor:
@@ -56,7 +53,7 @@ def on_fakes(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
             for name, x in held.items():
                 if x is not None:
                     held[name] = known.setdefault(id(x), moved(x))
-    monkeypatch.setattr(Tensor, "backward", lambda *_: None)
+    monkeypatch.setattr(Tensor, "backward", lambda *_: None)  # that of a relation; there is none on fakes without a GPU
     with fakes, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # BatchNorm's and the like, which other tests look at
         yield

@@ -102,8 +102,7 @@ def exactly(method: str, device: str = "cuda") -> None:
         student = net(ViT, **VIT) if method == "DeiTToken" else net(ResNet, depth=8)
         students = {"a": (student, getattr(objectives, method)())}
         module = Distillation(net(ResNet, seed=1, depth=8), students, input_shape=SHAPE, samples=101)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's, such as of BatchNorm's few rows
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's, such as of BatchNorm's few rows
             ended.append(weights(fit(module, digits(), accelerator=device, strategy=DDP(exact=4))))
     assert_same(*ended)
 

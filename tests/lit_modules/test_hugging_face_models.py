@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import Digits, Text
 from experiments import gpt, kd
@@ -20,7 +19,7 @@ from lit_modules.nets import HuggingFace, HuggingFaceLM
 from lit_modules.nets.hugging_face import read_normalization
 from lit_modules.objectives import Hinton
 from strategies import DDP, FSDP
-from tests.commands import results
+from tests.commands import bad_input, results
 from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, digits, fit, weights
@@ -40,13 +39,6 @@ def test_models_from_a_folder(what: str, tmp_path: Path) -> None:
 
 class Words(Digits):
     class_names = tuple(f"digit {number}" for number in range(10))
-
-
-def _refusal(make: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(BadInput) as error:
-        make(*args, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def _classifiers(folder: Path) -> None:
@@ -84,8 +76,10 @@ def _classifiers(folder: Path) -> None:
     vit = str(folder / "vit")
     assert HuggingFace(vit, (1, 8, 8), pretrained=True).expects == {"mean": (0.3,), "std": (0.2,)}
     assert HuggingFace(vit, (3, 16, 16), 7)(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
-    assert _refusal(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith("pretrained True: expected weights that")
-    assert _refusal(HuggingFace, str(folder / "none")).startswith(f"name {folder / 'none'}: expected an image classif")
+    assert bad_input(HuggingFace, vit, (1, 16, 16), pretrained=True).startswith(
+        "pretrained True: expected weights that"
+    )
+    assert bad_input(HuggingFace, str(folder / "none")).startswith(f"name {folder / 'none'}: expected an image classif")
     flags = [*KD, "--teacher", "HuggingFace", "--teacher.name", vit, "--teacher.pretrained", "true"]
     flags += ["--data.mean", "[0.3]", "--data.std", "[0.2]", "--student", "HuggingFace", "--student.name"]
     named = [flag.replace(vit, str(folder / "named")) for flag in flags]
@@ -128,15 +122,17 @@ def _language_models(folder: Path) -> None:
     tokens = test.inputs[:2]
     ours = HuggingFaceLM(name, data.num_classes, 8, pretrained=True).eval()
     assert torch.equal(ours(tokens), theirs(tokens.long()).logits[..., : data.num_classes])
-    assert _refusal(HuggingFaceLM, name, 301, 8) == f"name {name}: expected a model for 301 tokens; it has 300"
-    assert _refusal(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
-    assert _refusal(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("data.tokenizer ")
+    assert bad_input(HuggingFaceLM, name, 301, 8) == f"name {name}: expected a model for 301 tokens; it has 300"
+    assert bad_input(HuggingFaceLM, name, 300, 33).endswith("a model for 33 tokens of a text; it has 32")
+    assert bad_input(Text(folder / "a.txt", tokenizer=str(folder / "no")).setup).startswith("data.tokenizer ")
 
     chars = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--teacher", "GPT"]
     student = ["--student", "HuggingFaceLM", "--student.name", name, "--student.pretrained", "true"]
     with pytest.raises(SystemExit):
         kd.main([*KD, *chars, *student, "--out", str(folder / "chars")])
-    assert _refusal(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith("data.vocabulary bytes: expected it")
+    assert bad_input(Text, folder / "a.txt", 8, "bytes", tokenizer=name).startswith(
+        "data.vocabulary bytes: expected it"
+    )
 
     flags = ["--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--student", "GPT"]
     flags += ["--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]

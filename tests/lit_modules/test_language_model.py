@@ -1,7 +1,7 @@
 """A language model trains to the same numbers wherever it is trained."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,25 @@ import strategies
 from apprentice.batch import Batch
 from datamodules import Text
 from harness.runs.quiet import quiet
-from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
 from lit_modules.language_model import LitLanguageModel, rate_factor
 from lit_modules.tasks import TokenScores
-from strategies import DDP, FSDP, HSDP, DataParallel, PipelineStrategy, ZeRO1
+from strategies import DDP, FSDP, PipelineStrategy
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.language import language_model, text
 from tests.strategies.test_strategies import STEPS
-from tests.training import LinesLogger, Outcome, assert_agree, assert_same, fit, outcome, trainer, weights
+from tests.training import LinesLogger, Outcome, assert_agree, assert_same, fit, on, outcome, trainer, weights
 
-Make = Callable[..., DataParallel]
-STRATEGIES: dict[str, tuple[Make, int, dict[str, Any]]] = {
-    "ddp 1": (DDP, 1, {}),
-    "ddp 2": (DDP, 2, {}),
-    "ddp 3": (DDP, 3, {}),
-    "fsdp 1": (FSDP, 1, {}),
-    "fsdp 2": (FSDP, 2, {}),
-    "fsdp 3": (FSDP, 3, {}),
-    "fsdp, recomputed": (FSDP, 2, {"activation_checkpointing": True}),
-    "tensor_parallel": (FSDP, 2, {"mesh": {"tensor": 2}}),
-    "fsdp, 2 x 2": (FSDP, 4, {"mesh": {"data": 2, "tensor": 2}, "activation_checkpointing": True}),
-    "hsdp": (HSDP, 4, {"shard_size": 2}),
-    "ddp_zero1": (ZeRO1, 2, {}),
-    "ddp_ring": (DDPRing, 2, {}),
-    "ddp_allreduce": (AllReduce, 2, {}),
-    "param_server": (ParamServer, 2, {}),
-    "rpc_hybrid": (RPCHybrid, 3, {}),
-    "pipeline": (PipelineStrategy, 2, {}),
-    "pipeline, 2 x 2": (PipelineStrategy, 4, {"data_parallel_size": 2}),
-    "model_parallel": (PipelineStrategy, 2, {"schedule": "GPipe", "num_microbatches": 1}),
+PLACES = [
+    "ddp 1", "ddp 2", "ddp 3", "fsdp 1", "fsdp 2", "fsdp 3", "fsdp 2, recomputed", "tensor_parallel 2", "fsdp 4, 2 x 2",
+    "hsdp 4", "ddp_zero1 2", "ddp_ring 2", "ddp_allreduce 2", "param_server 2", "rpc_hybrid 3", "pipeline 2",
+    "pipeline 4, 2 x 2", "model_parallel 2",
+]  # fmt: skip
+RECOMPUTED = {"activation_checkpointing": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp 2, recomputed": RECOMPUTED,
+    "fsdp 4, 2 x 2": RECOMPUTED | {"mesh": {"data": 2, "tensor": 2}},
+    "pipeline 4, 2 x 2": {"data_parallel_size": 2},
 }
 
 
@@ -69,12 +58,13 @@ class Watched(Callback):
 CLIP = 0.05  # which each of these steps comes up against
 
 
-def trained(path: Path, devices: int = 1, strategy: Any = "auto", tied: bool = True, **options: Any) -> Outcome:
+def trained(path: Path, place: str = "auto 1", tied: bool = True, **options: Any) -> Outcome:
     """Losses of 20 steps, four epochs, with dropout, clipped, and bits per character; weights at their end."""
     path.mkdir()
     data, tags = text(path), ["train/loss", "val/bpc"]
     module = language_model(data, dropout=0.2, tie_weights=tied, lr=0.01, clip_norm=CLIP)
-    return outcome(module, data, path, tags, devices, **STEPS | {"strategy": strategy} | options)
+    where = on(place.partition(",")[0], **OPTIONS.get(place, {}))
+    return outcome(module, data, path, tags, **STEPS | where | options)
 
 
 @pytest.fixture(scope="module")
@@ -86,61 +76,55 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcome]:
     return found
 
 
-@pytest.mark.parametrize("name", mostly_slow(STRATEGIES, "pipeline", "rpc_hybrid"))
-def test_float64_losses_are_those_of_one_process(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
-    make, devices, options = STRATEGIES[name]
-    tied = make is not PipelineStrategy
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "pipeline 2", "rpc_hybrid 3"))
+def test_float64_losses_are_those_of_one_process(place: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
+    tied = not place.startswith(("pipeline", "model_parallel"))
     losses, bits = alone[tied][0][:20], alone[tied][0][20:]
     assert losses[-1] < losses[0] - 0.2
     assert len(bits) == 4
-    assert_agree(alone[tied], trained(tmp_path / "run", devices, make(timeout=60, **options), tied))
+    assert_agree(alone[tied], trained(tmp_path / "run", place, tied))
 
 
 SAME = {"ddp_fork", "ddp_notebook", "ddp_spawn"}  # ddp, its ranks started otherwise
-LOSSY: dict[str, tuple[Make, int, float]] = {
-    "ddp_fp16": (DDPFP16, 1, 1e-3),
-    "ddp_powersgd": (DDPPowerSGD, 11, 0.1),  # ten steps' gradients travel whole
-    "local_sgd": (LocalSGD, 1, 0.2),
+LOSSY = {  # how many losses are the same, and how near the others
+    "ddp_fp16": (1, 1e-3),
+    "ddp_powersgd": (11, 0.1),  # ten steps' gradients travel whole
+    "local_sgd": (1, 0.2),
 }
 
 
+@pytest.mark.slow  # of classifiers: tests/strategies/test_strategies.py
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_compresses_begins_alike_and_stays_near(name: str, alone: dict[bool, Outcome], tmp_path: Path) -> None:
-    make, same, near = LOSSY[name]
-    losses, theirs = (x[0][:20] for x in (alone[True], trained(tmp_path / "run", 2, make(timeout=60))))
+    same, near = LOSSY[name]
+    losses, theirs = (x[0][:20] for x in (alone[True], trained(tmp_path / "run", f"{name} 2")))
     assert theirs[:same] == pytest.approx(losses[:same], abs=1e-9, rel=0)
     assert 1e-6 < max(abs(a - b) for a, b in zip(losses, theirs, strict=True)) < near
 
 
 def test_every_strategy_is_tried() -> None:
-    assert {name.split()[0].rstrip(",") for name in [*STRATEGIES, *LOSSY]} == strategies.NAMES.keys() - SAME
+    assert {place.split()[0] for place in [*PLACES, *LOSSY]} == strategies.NAMES.keys() - SAME
 
 
-def bits(path: Path, devices: int, make: Make = DDP, **options: Any) -> tuple[dict[str, torch.Tensor], bytes]:
+def bits(path: Path, where: dict[str, Any], **options: Any) -> tuple[dict[str, torch.Tensor], bytes]:
     """Weights and log of a float32 run in which every layer of keyed dropout is on."""
-    exact, steps = options.pop("exact", 4), {"max_epochs": 2, "log_every_n_steps": 1}
-    given = {name: options.pop(name) for name in ("schedule", "data_parallel_size") if name in options}
     path.mkdir(exist_ok=True)
-    logger = CSVLogger(path, name="log", version=str(len(list(path.glob("log/*")))))
-    data = text(path)
+    logger, data = CSVLogger(path, name="log", version=str(len(list(path.glob("log/*"))))), text(path)
     module = language_model(data, **{"dropout": 0.2, "tie_weights": False} | options)
-    fit(module, data, devices, strategy=make(timeout=60, exact=exact, **given), logger=logger, **steps)
+    fit(module, data, **where, logger=logger, max_epochs=2, log_every_n_steps=1)
     return weights(module), (Path(logger.log_dir) / "metrics.csv").read_bytes()
 
 
 @pytest.mark.slow
 def test_exact_bits_are_those_of_one_process(tmp_path: Path) -> None:
-    one, tied = bits(tmp_path, 1), bits(tmp_path, 1, tie_weights=True)
+    one = bits(tmp_path, on("ddp 1 exact 4"))
+    tied, other = (bits(tmp_path, on(f"ddp {n} exact 4"), tie_weights=True) for n in (1, 2))
     assert len(one[1].splitlines()) > 10
-    other = bits(tmp_path, 2, tie_weights=True)
     assert_same(tied[0], other[0])
     assert tied[1] == other[1] != one[1]
-    pipelines: list[tuple[int, Make, dict[str, Any]]] = [
-        (2, PipelineStrategy, {}),
-        (4, PipelineStrategy, {"data_parallel_size": 2, "schedule": "GPipe"}),
-    ]
-    for devices, make, options in [(2, DDP, {}), (3, DDP, {}), *pipelines]:
-        other = bits(tmp_path, devices, make, **options)
+    in_two = on("pipeline 4 exact 4", data_parallel_size=2, schedule="GPipe")
+    for where in (on("ddp 2 exact 4"), on("ddp 3 exact 4"), on("pipeline 2 exact 4"), in_two):
+        other = bits(tmp_path, where)
         assert_same(one[0], other[0])
         assert one[1] == other[1]
 
@@ -150,14 +134,14 @@ NOISE = r"GPT draws noise from torch's generator in blocks.0.attention, .*: with
 
 def test_noise_in_attentions_kernel_is_exact_under_exact_alone(tmp_path: Path) -> None:
     found = {}
-    for exact in (4, None):
+    for exact in (" exact 4", ""):
         for devices in (1, 2):
             with pytest.warns(UserWarning, match=NOISE):
-                found[exact, devices] = bits(tmp_path, devices, attention_dropout=0.3, exact=exact)
-    assert_same(found[4, 1][0], found[4, 2][0])
-    assert found[4, 1][1] == found[4, 2][1]
+                found[exact, devices] = bits(tmp_path, on(f"ddp {devices}{exact}"), attention_dropout=0.3)
+    assert_same(found[" exact 4", 1][0], found[" exact 4", 2][0])
+    assert found[" exact 4", 1][1] == found[" exact 4", 2][1]
     with pytest.raises(AssertionError):
-        assert_same(found[None, 1][0], found[None, 2][0], atol=1e-3)
+        assert_same(found["", 1][0], found["", 2][0], atol=1e-3)
 
 
 def test_resumed_under_other_strategies_it_ends_the_same(alone: dict[bool, Outcome], tmp_path: Path) -> None:

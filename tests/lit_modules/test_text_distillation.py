@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules import Text
 from experiments import compare, kd
-from harness.reports.metrics import conclude
 from harness.reports.results import load_results
+from harness.reports.uncertainty import conclude
 from harness.runs.nets import load_net
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation

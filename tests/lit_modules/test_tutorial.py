@@ -1,6 +1,5 @@
 """The tutorial's own loops, written out plainly, give the loss curves that Distillation gives."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.grids import mostly_slow
 from tests.training import SHAPE, VARIANTS, LinesLogger, assert_same, digits, fit, net, weights
 
 STEPS = 30
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def soft_targets(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

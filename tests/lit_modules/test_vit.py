@@ -179,7 +179,6 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
 QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
 VIT = ["--student", "ViT", "--student.embed_dim", "16", "--student.num_layers", "2", "--student.num_heads", "2"]
 DEIT = ["--variants.deit", "DeiTToken"]
-BOTH = ["--variants.both", "Sum", "--variants.both.objectives"]
 TOKEN = ["--student.distillation_token", "true"]
 
 

@@ -94,10 +94,7 @@ def undisturbed() -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, name: str, right: dict[str, torch.Tensor], late: int = 0) -> None:
-    """Crash checkpoints have all steps, and a fit that resumes from one ends like the undisturbed one.
-
-    `late` is how many steps may be done after the fault.
-    """
+    """Crash checkpoints have all steps, and a fit that resumes from one ends like the undisturbed one."""
     found = {path.name: torch.load(path, weights_only=False) for path in folder.glob("*.ckpt")}
     assert found.keys() == {"on_exception.ckpt", "kept.ckpt"}
     for state in found.values():

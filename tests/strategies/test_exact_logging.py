@@ -95,8 +95,7 @@ def told(folder: Path, devices: int, exact: int | None, run: Callable[[Trainer],
     options["use_distributed_sampler"] = False  # Lightning's shuffles, where there is a strategy for several devices
     notes = Notes(folder / "ranks", known, *UPDATED)
     made = trainer(devices, precision="64-true", callbacks=[notes], **options)
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         found = run(made)
     assert len(notes.of_ranks()) == devices
     return [json.loads(line) for line in logger.path.read_text().splitlines()], notes.of_ranks(), found

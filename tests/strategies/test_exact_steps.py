@@ -13,14 +13,13 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import all_reduce as known_as
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric, MetricCollection
 
 from apprentice import replicas
 from harness.runs.quiet import quiet
 from strategies import DDP, PipelineStrategy
-from tests.pipelines import Plain, ended, pairs
+from tests.pipelines import Plain, ended, loss, pairs, variant
 from tests.training import assert_same, trainer, weights
 
 
@@ -80,8 +79,7 @@ def fitted(make: Callable[[], LightningModule], devices: int = 1, strategy: Any 
     sampler = WeightedRandomSampler([1.0] * 6 + [5.0] * 7, 13)
     train = DataLoader(Noisy(), 5, sampler=sampler, num_workers=workers)
     made = trainer(devices, strategy=strategy or DDP(timeout=60, exact=3), **kwargs)
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         made.fit(module, train, DataLoader(Noisy(), 4))
     return weights(module), {name: float(value) for name, value in made.callback_metrics.items()}
 
@@ -155,25 +153,16 @@ def test_a_collective_under_another_name_is_refused_too() -> None:
         fitted(lambda: Line(lambda _, x: known_as(x)), 2)
 
 
-class InLoss(Plain):
-    """Communicates where only the last rank of a pipeline computes."""
-
-    def training_step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
-        dist.barrier()
-        return super().pipeline_loss(output, batch)
+# Communicates where only the last rank of a pipeline computes, and after `forward`, which does too.
+IN_LOSS = variant(
+    "InLoss",
+    training_step=lambda self, batch: loss(self, self(batch[0]), batch),
+    pipeline_loss=lambda self, output, batch: dist.barrier() or loss(self, output, batch),
+)
+IN_STEP = variant("InStep", training_step=lambda self, batch: self.all_gather(Plain.training_step(self, batch)).mean())
 
 
-class InStep(Plain):
-    """Communicates after `forward`, which does too."""
-
-    def training_step(self, batch: Any) -> Tensor:
-        return self.all_gather(super().training_step(batch)).mean()
-
-
-@pytest.mark.parametrize(("make", "step"), [(InLoss, "pipeline_loss"), (InStep, "training_step")])
+@pytest.mark.parametrize(("make", "step"), [(IN_LOSS, "pipeline_loss"), (IN_STEP, "training_step")])
 def test_a_collective_in_a_pipelines_step_is_refused(make: Callable[[], LightningModule], step: str) -> None:
     with pytest.raises(Exception, match=rf"exact \d+: expected a {step} without collectives"):
         ended(make, PipelineStrategy(timeout=60, exact=4), precision="32-true", data=floats)

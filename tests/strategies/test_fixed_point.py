@@ -159,12 +159,7 @@ def test_a_sum_is_infinite_only_where_its_mean_is() -> None:
 
 
 class Regression(LightningModule):
-    """Squared errors, in units of one's own; rows may be weighted.
-
-    Args:
-        unit: by which the loss is multiplied.
-        lr: of plain SGD.
-    """
+    """Squared errors, in units of one's own; rows may be weighted."""
 
     def __init__(self, unit: float = 1.0, lr: float = 1e-3) -> None:
         super().__init__()

@@ -47,8 +47,7 @@ def students() -> LightningModule:
 
 
 def trained(make: Callable[[], LightningModule], **options: Any) -> dict[str, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, of a world of one rank
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's, of a world of one rank
         return {name: x.cpu() for name, x in weights(fit(make(), digits(), **options)).items()}
 
 

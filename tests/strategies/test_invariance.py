@@ -63,8 +63,7 @@ def test_plain_pairs_from_a_stock_loader_are_shares_of_one_batch(tmp_path: Path)
         loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size)
         logger = LinesLogger(tmp_path / str(devices))
         options = {"precision": "64-true", "max_epochs": 3, "limit_val_batches": 0, "logger": logger}
-        with warnings.catch_warnings(), quiet():
-            warnings.simplefilter("ignore")  # Lightning's, about workers and the missing validation
+        with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers and the missing validation
             trainer(devices, log_every_n_steps=1, **options).fit(classifier(dropout=0.0), loader)
         curves.append(logger.values("train/loss") + logger.values("train/acc"))
     assert len(curves[0]) == 6
@@ -92,8 +91,10 @@ def accumulated(numbered: bool, *callbacks: Callback, **options: Any) -> dict[st
     """Weights after two epochs of pairs, two batches a step."""
     module, resumed = classifier(dropout=0.5), {"ckpt_path": options.pop("resumed", None)}
     options |= {"accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": list(callbacks)}
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers, the missing validation and the resume
+    with (
+        quiet(),
+        warnings.catch_warnings(action="ignore"),
+    ):  # Lightning's, about workers, the missing validation and the resume
         loader = DataLoader(Pairs(numbered), batch_size=None)
         trainer(use_distributed_sampler=False, **options).fit(module, loader, **resumed)
     return weights(module)
@@ -121,8 +122,7 @@ def predicted(folder: Path, loaders: int = 1, **options: Any) -> dict[Any, Tenso
     folder.mkdir()
     made = trainer(precision="64-true", callbacks=[Writer(folder, pairs(ROWS).tensors[0])], **options)
     data = [DataLoader(TensorDataset(*pairs(ROWS).tensors), BATCH) for _ in range(loaders)]
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         made.predict(Several() if loaders > 1 else Plain(), data, return_predictions=False)
     assert len(list(folder.glob("rank*.pt"))) == made.world_size
     by_batch, by_epoch = joined(folder, 0), joined(folder, 1)
@@ -161,8 +161,7 @@ def test_loaders_and_a_limit_under_exact(tmp_path: Path) -> None:
 
 
 def test_one_device_returns_all() -> None:
-    with warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")  # Lightning's, about workers
+    with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers
         made = trainer(1, strategy=DDP(exact=8), precision="64-true")
         found = made.predict(Plain(), DataLoader(pairs(ROWS), BATCH))
     assert [len(rows) for rows in found] == [4, 4, 4, 4, 4, 3]

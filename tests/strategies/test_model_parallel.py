@@ -325,8 +325,7 @@ def test_one_warning_names_batch_norms() -> None:
     assert [str(warning.message) for warning in told] == [
         "0.1: BatchNorm sees 4 rows, not the batch; GroupNorm's numbers are those of the whole batch"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         ModelParallel(stages(lambda: nn.BatchNorm2d(8)))
         ModelParallel(stages(), split_size=4)
 

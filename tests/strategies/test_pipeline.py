@@ -191,8 +191,7 @@ def test_the_example_of_the_docs_runs_as_it_stands() -> None:
     for example in (code, alone):
         names: dict[str, Any] = {"__name__": "__main__"}
         torch.manual_seed(0)
-        with warnings.catch_warnings(), quiet():
-            warnings.simplefilter("ignore")  # Lightning's, about workers and steps to log at
+        with quiet(), warnings.catch_warnings(action="ignore"):  # Lightning's, about workers and steps to log at
             exec(compile(example, "docs/pipeline.md", "exec"), names)
         found.append(names)
     assert_same(weights(found[0]["module"]), weights(found[1]["module"]), atol=1e-4)

@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader
 
 from apprentice.keyed import Dropout
 from harness.runs.quiet import quiet
-from tests.pipelines import Plain, ended, pairs, pipeline
+from tests.pipelines import Make, Plain, ended, loss, pairs, pipeline, variant
 from tests.training import trainer
-
-Make = Callable[[], LightningModule]
 
 
 class Layer(nn.Module):
@@ -27,23 +25,6 @@ class Layer(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x)
-
-
-def variant(name: str, *layers: nn.Module, **members: Any) -> Make:
-    """Makes a `Plain` of another class, with other members: methods, attributes, modules."""
-
-    def make() -> LightningModule:
-        module = type(name, (Plain,), {k: x for k, x in members.items() if not isinstance(x, nn.Module)})(*layers)
-        for key, part in members.items():
-            if isinstance(part, nn.Module):
-                setattr(module, key, part)
-        return module
-
-    return make
-
-
-def loss(self: Any, output: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(output, batch[1])
 
 
 def cut(layer: Callable[[Any], Any]) -> Make:

@@ -174,25 +174,16 @@ def test_trainers_go_on_after_ranks(
             assert mine == theirs
 
 
-class Configured(Regression):
-    def make(self) -> None:
-        self.net: nn.Sequential | None = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            super().make()
-
-
-class SetUp(Configured):
+class SetUp(Regression):
     """Its layers are as many as the data say."""
 
-    def configure_model(self) -> None:
-        pass
+    def make(self) -> None:
+        self.net: nn.Sequential | None = None
 
     def setup(self, stage: str) -> None:
         if self.net is None:
             assert self.trainer.datamodule.columns == 3  # type: ignore[attr-defined]
-            Regression.make(self)
+            super().make()
 
 
 class Columns(LightningDataModule):
@@ -207,12 +198,10 @@ class Columns(LightningDataModule):
     val_dataloader = train_dataloader
 
 
-MADE = [(make, strategy) for make in (Configured, SetUp) for strategy in (DDP, FSDP, PipelineStrategy)]
-
-
-@pytest.mark.parametrize(("make", "strategy"), mostly_slow(MADE, (Configured, PipelineStrategy), (SetUp, FSDP)))
-def test_layers_of_ranks_are_trained(make: type[LightningModule], strategy: type[Strategy], tmp_path: Path) -> None:
-    module, right = make(), make()
+# Those of `configure_model`: test_strangers.py
+@pytest.mark.parametrize("strategy", mostly_slow([DDP, FSDP, PipelineStrategy], FSDP, PipelineStrategy))
+def test_layers_that_ranks_have_made_are_trained(strategy: type[Strategy], tmp_path: Path) -> None:
+    module, right = SetUp(), SetUp()
     with quiet():
         running(None, tmp_path / "alone").fit(right, Columns())
         here = running(strategy(timeout=30), tmp_path)

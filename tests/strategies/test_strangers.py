@@ -29,15 +29,11 @@ BATCH = 12  # rows of a global batch
 
 
 class Setup(NamedTuple):
-    """A strategy, on so many devices.
-
-    Attributes:
-        shares: ranks that have rows of their own in training; 1: each reads whole batches.
-    """
+    """A strategy, on so many devices."""
 
     make: Callable[..., Strategy | str]
     devices: int
-    shares: int
+    shares: int  # ranks that have rows of their own in training; 1: each reads whole batches
 
     def strategy(self, case: "Case") -> Strategy | str:
         kind = getattr(self.make, "func", None)
@@ -98,17 +94,9 @@ Run = Callable[["Case", Setup, Path], Outcome]
 
 
 class Case(NamedTuple):
-    """A user's script.
+    """A user's script."""
 
-    Attributes:
-        make: the module, from the rows of a rank's batch.
-        loaders: `fit`'s, where the module does not make them.
-        options: the Trainer's; callbacks are made anew.
-        run: what is called.
-        find_unused_parameters: what DDP has to be told.
-    """
-
-    make: Callable[[int], LightningModule]
+    make: Callable[[int], LightningModule]  # from the rows of a rank's batch
     loaders: Callable[[Setup], Any]
     options: Callable[[], dict[str, Any]] = dict
     run: Run | None = None

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.metrics import conclude, paired_differences
 from harness.reports.pages import ended_early, failures
 from harness.reports.results import Scores, StudentResults
-from harness.reports.uncertainty import Interval, paired_interval
+from harness.reports.uncertainty import Interval, conclude, paired_differences, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
-from harness.studies.compare.runs import FORMATS, FormatResults, Run
+from harness.studies.compare.runs import FormatResults, Run
 from lit_modules.tasks import Metric
 
 CONFOUNDED = "What differs between them may come from these: no verdict."
@@ -23,35 +22,22 @@ CONFOUNDED = "What differs between them may come from these: no verdict."
 
 @dataclass(frozen=True)
 class Row:
-    """A run's student, language model or format, as `entry`.
+    """A run's student, language model or format, as `entry`."""
 
-    Args:
-        name: in the table.
-        run: the name of its run.
-        student: its name in the run.
-        data: the name of the run's data set and its sizes.
-        seeds: of the run.
-        scores: one a seed; None where it failed.
-        entry: what the run says of it.
-        differences: to the first run's baseline, over the seeds in common, in the order there.
-    """
-
-    name: str
-    run: str
-    student: str
-    data: Mapping[str, Any]
-    seeds: Sequence[int]
-    scores: Scores
-    entry: StudentResults
-    differences: Sequence[float]
+    name: str  # in the table
+    run: str  # the name of its run
+    student: str  # its name in the run
+    data: Mapping[str, Any]  # the name of the run's data set and its sizes
+    seeds: Sequence[int]  # of the run
+    scores: Scores  # one a seed; None where it failed
+    entry: StudentResults  # what the run says of it
+    differences: Sequence[float]  # to the first run's baseline, over the seeds in common, in the order there
 
     @property
     def delta(self) -> Interval:
-        """The mean of its differences with its interval."""
         return paired_interval(self.differences)
 
     def to_json(self, metric: Metric) -> dict[str, Any]:
-        """Write what compare.json has of it."""
         entry = self.entry
         latency = {"latency_ms": entry.latency_ms} if isinstance(entry, FormatResults) else {}
         return {
@@ -82,32 +68,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Finished runs side by side.
+    """Finished runs side by side."""
 
-    Args:
-        metric: what the runs are measured by.
-        runs: in their order.
-        baseline: the row that others are compared with, if there is one.
-        rows: in the order of the runs.
-        notes: sentences below the table.
-        settings: of all runs and of single ones, in words.
-        objectives: what students learnt by, in words.
-        differences: between the runs.
-        against: the picture's axis, if it is a setting.
-    """
-
-    metric: Metric
-    runs: Sequence[Source]
-    baseline: str | None
-    rows: Sequence[Row]
-    notes: Sequence[str]
-    settings: Mapping[str, str]
-    objectives: Mapping[str, str]
-    differences: Sequence[Difference]
-    against: Axis | None = None
+    metric: Metric  # what the runs are measured by
+    runs: Sequence[Source]  # in their order
+    baseline: str | None  # the row that others are compared with, if there is one
+    rows: Sequence[Row]  # in the order of the runs
+    notes: Sequence[str]  # sentences below the table
+    settings: Mapping[str, str]  # of all runs and of single ones, in words
+    objectives: Mapping[str, str]  # what students learnt by, in words
+    differences: Sequence[Difference]  # between the runs
+    against: Axis | None = None  # the picture's axis, if it is a setting
 
     def to_json(self) -> dict[str, Any]:
-        """Write the content of compare.json."""
         return {
             "experiment": "compare", "metric": self.metric.name,
             **({"against": asdict(self.against)} if self.against else {}), "runs": [vars(run) for run in self.runs],
@@ -120,23 +93,22 @@ class Comparison:
 def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     """Compare runs; one with other settings than the first's has intervals but no verdict.
 
-    Args:
-        runs: at least one.
-        against: a setting for the horizontal axis of the picture.
-
     Raises:
-        BadInput: the runs don't have two numbers or more for this setting.
+        BadInput: the runs don't have two numbers or more for the setting `against`, the picture's horizontal axis.
     """
-    first, kind, baseline = runs[0], runs[0].kind, runs[0].baseline
-    baselines = {run.name: {name: _baseline(entry, first) for name, entry in run.entries.items()} for run in runs}
+    first, metric, baseline = runs[0], runs[0].metric, runs[0].baseline
+    usual = first.experiment.baseline
+    baselines = {  # of each row the student of the first run that it is compared with
+        run.name: {name: entry.baseline if entry.variant else usual for name, entry in run.entries.items()}
+        for run in runs
+    }
     names = [name for name in dict.fromkeys(baselines[first.name].values()) if name in first.entries]
     bases = {name: _by_seed(first, name) for name in names}
-    other = {run.name: other_settings(run, first) if kind.judged else {} for run in runs}
+    other = {run.name: other_settings(run, first) if first.experiment.judged else {} for run in runs}
     rows: list[Row] = []
     notes: list[str] = []
     if not bases:
-        student = first.experiment.baseline
-        notes.append(f"{first.name}, the first run, has no student called {student}: no differences are given.")
+        notes.append(f"{first.name}, the first run, has no student called {usual}: no differences are given.")
     confounded: dict[str, list[str]] = {}  # runs by the sentence on their settings
     for run in runs:
         reason = why_not_comparable(first, run) if bases else ""
@@ -151,15 +123,17 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     notes += [f"{', '.join(names)} {sentence}" for sentence, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
-    if kind.judged:
+    if first.experiment.judged:
         for name in bases:
             to = f"{first.name}/{name}"
             judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
-            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, kind.metric))
-    if kind is FORMATS:
-        notes += _of_formats(runs)
+            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, metric))
+    else:
+        notes.append("One net a format: a difference has no interval, so nothing here says that it is more than noise.")
+        if any(run.results.hardware != first.results.hardware for run in runs):
+            notes.append("Latencies were measured on different machines: they don't compare.")
     return Comparison(
-        metric=kind.metric,
+        metric=metric,
         runs=[Source(run.name, str(run.folder), other[run.name]) for run in runs],
         baseline=baseline,
         rows=rows,
@@ -169,11 +143,6 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
         differences=differences(runs),
         against=_axis(runs, against) if against else None,
     )
-
-
-def _baseline(entry: StudentResults, first: Run) -> str:
-    """Return the student of the first run that a row is compared with."""
-    return entry.baseline if entry.variant else first.experiment.baseline
 
 
 def _axis(runs: Sequence[Run], setting: str) -> Axis:
@@ -190,7 +159,7 @@ def _axis(runs: Sequence[Run], setting: str) -> Axis:
 
 def _by_seed(run: Run, name: str) -> dict[int, float | None]:
     """Return a row's score with each seed."""
-    return dict(zip(run.seeds, run.entries[name].scores[run.kind.metric.name], strict=True))
+    return dict(zip(run.seeds, run.entries[name].scores[run.metric.name], strict=True))
 
 
 def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
@@ -200,10 +169,3 @@ def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
     differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])
     named = (f"{run.name}/{name}", run.name, name, run.results.data, run.seeds)
     return Row(*named, list(scores.values()), run.entries[name], differences)
-
-
-def _of_formats(runs: Sequence[Run]) -> list[str]:
-    notes = ["One net a format: a difference has no interval, so nothing here says that it is more than noise."]
-    if any(run.results.hardware != runs[0].results.hardware for run in runs):
-        notes.append("Latencies were measured on different machines: they don't compare.")
-    return notes

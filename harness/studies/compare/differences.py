@@ -30,17 +30,16 @@ class Difference:
 
 def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     """Return all settings: those of all runs, then by their names those of single runs."""
-    lines_by_run = {run.name: {_key(line): line for line in settings(run.config, run.results.free)} for run in runs}
+    # Options 0 and 0.0 are equal: a resumed run has read its settings, a new one has a class's defaults.
+    lines_by_run = {
+        run.name: {re.sub(r"\.0(?=[,)\]])", "", line): line for line in settings(run.config, run.results.free)}
+        for run in runs
+    }
     shared = set[str].intersection(*(set(lines) for lines in lines_by_run.values()))
     single = {name: [line for key, line in lines.items() if key not in shared] for name, lines in lines_by_run.items()}
     common = [line for key, line in lines_by_run[runs[0].name].items() if key in shared]
     settings_by_run = {"all runs": common, **single} if len(runs) > 1 else {runs[0].name: common}
     return {name: "; ".join(lines) for name, lines in settings_by_run.items() if lines}
-
-
-def _key(line: str) -> str:
-    """Make options 0 and 0.0 equal: a resumed run has read its settings, a new one has a class's defaults."""
-    return re.sub(r"\.0(?=[,)\]])", "", line)
 
 
 def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
@@ -89,7 +88,7 @@ def _outer(flag: str, runs: Iterable[Run], settings: Iterable[str]) -> str:
 
 def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """Yield what else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
-    counted = runs[0].kind.metric.counted
+    counted = runs[0].metric.counted
     for part in ("train", "validation", "test"):
         yield f"{part} {counted}", True, {run.name: set_to(run.results.data.get(part)) for run in runs}
     yield "seeds", True, {run.name: ", ".join(map(str, run.seeds)) for run in runs}

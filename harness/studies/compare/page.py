@@ -1,7 +1,8 @@
 """What people read of a comparison: the table, its notes, what differs, the settings, and a picture."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from apprentice.errors import BadInput
@@ -13,7 +14,7 @@ from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
 from harness.runs.folders import run_files
-from harness.studies.compare.comparison import Axis, Comparison, Row
+from harness.studies.compare.comparison import Comparison
 from harness.studies.compare.differences import lines_of
 from harness.studies.compare.runs import FormatResults
 
@@ -28,9 +29,8 @@ def table(comparison: Comparison) -> Table:
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
     formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
-    differences = [
-        NONE if row.name == baseline or _is_baseline(row, first) else metric.difference(row.delta) for row in rows
-    ]
+    bases = {baseline, *(f"{first}/{row.entry.baseline}" for row in rows if row.entry.variant)}
+    differences = [NONE if row.name in bases else metric.difference(row.delta) for row in rows]
     figures = [row.entry.with_means() for row in rows]
     return table_of([
         ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows]),
@@ -40,11 +40,6 @@ def table(comparison: Comparison) -> Table:
         (f"Δ{to}, {metric.unit}", differences),
         *(_sizes_and_times(formats) if formats else (figure.column(figures) for figure in IN_TABLE)),
     ], left=2)  # fmt: skip
-
-
-def _is_baseline(row: Row, first: str) -> bool:
-    """Return whether it is what other students of its net are compared with."""
-    return row.entry.variant is not None and row.name == f"{first}/{row.entry.baseline}"
 
 
 def _sizes_and_times(formats: Sequence[FormatResults]) -> list[tuple[str, list[str]]]:
@@ -110,9 +105,13 @@ def picture(comparison: Comparison) -> bytes:
 
     If runs are compared against a setting: a line for each student, with the runs along the axis.
     """
-    if comparison.against:
-        return _against(comparison, comparison.against)
     rows, names, metric = comparison.rows, [run.name for run in comparison.runs], comparison.metric
+    if axis_of := comparison.against:
+        students = list(dict.fromkeys(row.student for row in rows))
+        dots = [
+            Dot(row.student, row.scores, axis_of.values[row.run], students.index(row.student), metric) for row in rows
+        ]
+        return lines_picture(dots, axis_of.setting)
     if isinstance(rows[0].entry, FormatResults):
         sizes = [row.entry.figures["bytes"] for row in rows]
         label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
@@ -125,25 +124,24 @@ def picture(comparison: Comparison) -> bytes:
     )
 
 
-def _against(comparison: Comparison, axis: Axis) -> bytes:
-    students = list(dict.fromkeys(row.student for row in comparison.rows))
-    dots = [
-        Dot(row.student, row.scores, axis.values[row.run], students.index(row.student), comparison.metric)
-        for row in comparison.rows
-    ]
-    return lines_picture(dots, axis.setting)
+@contextmanager
+def table_folder(out: str | Path | None, kind: str, runs: Sequence[str], files: Sequence[str]) -> Iterator[Path]:
+    """Make the folder of a table about runs, `out` or one under runs/, in which an earlier one's `files` may be.
 
-
-def folder_name(runs: Sequence[str]) -> str:
-    """Return a name for a folder about these runs, of at most 80 characters."""
+    Raises:
+        BadInput: it holds a run or a table of another kind, or can't be written.
+    """
     joined = "-".join(name.strip("/").replace("/", "_") for name in runs)
-    return joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
-
-
-def check_folder(folder: Path, others: Sequence[str]) -> None:
-    """Raise BadInput if a folder has one of these files, of a run or of a table of another kind."""
-    if taken := [name for name in others if (folder / name).exists()]:
-        raise BadInput("out", folder, f"a folder without a run or another table; this one holds {taken[0]}")
+    name = joined if len(joined) <= 80 else f"{joined[:70]}-{zlib.crc32(joined.encode()):08x}"
+    folder = Path(out) if out else Path("runs", kind, name)
+    for file in ("compare.json", *run_files(folder)):
+        if file not in files and (folder / file).exists():
+            raise BadInput("out", folder, f"a folder without a run or another table; this one holds {file}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def save(comparison: Comparison, out: str | Path | None = None, commands: Sequence[str] = ()) -> Path:
@@ -151,15 +149,10 @@ def save(comparison: Comparison, out: str | Path | None = None, commands: Sequen
 
     `commands` made the runs and this comparison.
     """
-    folder = Path(out) if out else Path("runs", "compare", folder_name([run.name for run in comparison.runs]))
-    check_folder(folder, run_files(folder))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with table_folder(out, "compare", [run.name for run in comparison.runs], ["compare.json"]) as folder:
         text, png = markdown(comparison), picture(comparison)
         write_text(folder / "compare.md", text)
         write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeat_section(commands)))
         write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison.to_json())
-    except OSError as error:
-        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder

@@ -8,11 +8,10 @@ from apprentice.errors import BadInput
 from harness.reports.interactive import save_results
 from harness.reports.report import machine
 from harness.reports.results import Results, combine
-from harness.runs.folders import run_files
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, Header, NetRecord, reading
 from harness.studies.compare.fairness import ignored_places, other_samples
-from harness.studies.compare.page import check_folder, folder_name
+from harness.studies.compare.page import table_folder
 from harness.studies.compare.runs import Run
 
 
@@ -40,16 +39,13 @@ def pool(runs: Sequence[Run]) -> Results:
     header.config, header.seeds = {**header.config, "seeds": seeds}, seeds
     header.commits = list(dict.fromkeys(commit for run in runs for commit in run.results.commits))
     head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}
-    loaded = all(time is None for time in head.teacher.fit_seconds)
     pooled = combine(
         header,
         [teacher for teacher, _ in fits.values()],
         {name: [nets[name] for _, nets in fits.values()] for name in head.students},
         [seconds[seed] for seed in seeds],
         head.metric,
-        one_teacher=loaded and "{seed}" not in (first.setting("teacher_ckpt") or ""),
         variants={name: student.variant for name, student in head.students.items() if student.variant},
-        ranked=bool(first.setting("zoo")),
     )
     pooled.pooled, pooled.classes = [run.name for run in runs], head.classes
     if head.search:
@@ -108,12 +104,7 @@ def save(results: Results, out: str | Path | None = None, commands: Sequence[str
 
     `commands` made the runs and pooled them.
     """
-    folder = Path(out or Path("runs", "pool", folder_name(results.pooled)))
-    ours = ("results.json", "results.md", "results.png")  # of an earlier pool
-    check_folder(folder, ["compare.json", *(name for name in run_files(folder) if name not in ours)])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    files = ("results.json", "results.md", "results.png")  # of an earlier pool
+    with table_folder(out, "pool", results.pooled, files) as folder:
         save_results(folder, results, commands=commands)
-    except OSError as error:
-        raise BadInput("out", folder, f"a folder that can be written ({error.strerror})") from error
     return folder

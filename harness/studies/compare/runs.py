@@ -15,27 +15,6 @@ from harness.runs.records import Header, NetRecord, reading
 from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Runs that one table can hold.
-
-    Args:
-        title: which runs these are, in a message.
-        metric: what they are measured by.
-        judged: whether rows have several seeds, so that a difference can be told from noise.
-    """
-
-    title: str
-    metric: Metric
-    judged: bool = True
-
-
-STUDENTS = [Kind(f"a run of kd.py measured by {metric.word}", metric) for metric in METRICS.values()]
-TEXTS = Kind("a run of gpt.py, or of kd.py with --data Text", BITS)
-FORMATS = Kind("a run of quantize.py", ACCURACY, judged=False)
-MEASURED = {kind.metric.name: kind for kind in (*STUDENTS, TEXTS)}
-
-
 @dataclass(kw_only=True)
 class FormatResults(StudentResults):
     """A format of quantize.py, as a student; by batch size its latencies."""
@@ -45,19 +24,14 @@ class FormatResults(StudentResults):
 
 @dataclass(frozen=True)
 class Experiment:
-    """How the runs of an experiment are compared.
+    """How the runs of an experiment are compared."""
 
-    Args:
-        read: from results.json to what is in it, and to its rows by name.
-        baseline: the row of the first run that differences are to.
-        methods: settings that are compared; where these alone differ there is a verdict.
-        idle: settings that move no figure of a row.
-    """
-
+    # From results.json to what is in it, and to its rows by name.
     read: Callable[[Mapping[str, Any]], tuple[Header, Mapping[str, StudentResults]]]
-    baseline: str
-    methods: frozenset[str]
-    idle: frozenset[str] = frozenset()
+    baseline: str  # the row of the first run that differences are to
+    methods: frozenset[str]  # settings that are compared; where these alone differ there is a verdict
+    idle: frozenset[str] = frozenset()  # settings that move no figure of a row
+    judged: bool = True  # whether rows have several seeds, so that a difference can be told from noise
 
 
 def _students(facts: Mapping[str, Any]) -> tuple[Results, Mapping[str, StudentResults]]:
@@ -93,7 +67,7 @@ EXPERIMENTS = {
         _language_model, "gpt", frozenset({"net", "model"}),
         frozenset({"sample", "run", "samples", "temperature", "top_k", "sample_seed"}),
     ),
-    "quantize": Experiment(_formats, "float32", frozenset()),
+    "quantize": Experiment(_formats, "float32", frozenset(), judged=False),
 }  # fmt: skip
 
 
@@ -105,7 +79,7 @@ class Run:
     folder: Path
     results: Header  # `Results` of students
     entries: Mapping[str, StudentResults]  # its rows by name
-    kind: Kind
+    metric: Metric
     experiment: Experiment
 
     def __post_init__(self) -> None:
@@ -119,6 +93,14 @@ class Run:
         name = self.experiment.baseline
         return f"{self.name}/{name}" if name in self.entries else None
 
+    @property
+    def kind(self) -> str:
+        """Which runs one table can hold beside it, in words."""
+        if not self.experiment.judged:
+            return "a run of quantize.py"
+        texts = "a run of gpt.py, or of kd.py with --data Text"
+        return texts if self.metric is BITS else f"a run of kd.py measured by {self.metric.word}"
+
     def is_free(self, flag: str) -> bool:
         """Return whether no result depends on a setting, or on what it is an option of."""
         return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
@@ -126,11 +108,10 @@ class Run:
     @property
     def data(self) -> type[datamodules.InMemoryData]:
         """The class of its data; the base class where it is not one of ours."""
-        return getattr(datamodules, str(self.results.data["name"]), datamodules.InMemoryData)
+        return vars(datamodules).get(str(self.results.data["name"]), datamodules.InMemoryData)
 
     @property
     def classes(self) -> Sequence[str]:
-        """The names of its classes, if they are known."""
         return self.results.classes if isinstance(self.results, Results) else ()
 
     def setting(self, flag: str) -> Any:
@@ -164,12 +145,12 @@ def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None)
         metric = ACCURACY.name if experiment == "quantize" else str(facts["metric"]["name"])
     if metric not in METRICS:
         raise BadInput("RUN", folder, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
-    kind = FORMATS if experiment == "quantize" else MEASURED[metric]
-    if like and kind is not like.kind:
-        expected = f"{like.kind.title}, to compare with {like.name}"
-        raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {kind.metric.word}")
     with reading(folder, "RUN"):
         results, entries = EXPERIMENTS[experiment].read(facts)
         if not entries:
             raise ValueError("it has no rows")
-        return Run(name, path, results, entries, kind, EXPERIMENTS[experiment])
+    run = Run(name, path, results, entries, METRICS[metric], EXPERIMENTS[experiment])
+    if like and run.kind != like.kind:
+        expected = f"{like.kind}, to compare with {like.name}"
+        raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {run.metric.word}")
+    return run

@@ -40,27 +40,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured of a format.
+    """What is measured of a format."""
 
-    Args:
-        format: its name.
-        test_acc: of the test set.
-        test_correct: predictions.
-        bytes: size of its file; None where it could not be written.
-        latency_ms: by batch size; nothing where it could not be compiled.
-        images_per_second: at the largest batch.
-        max_logit_difference: to float32, on the test set.
-        files: that were written and read again, in the run's folder.
-    """
-
-    format: str
-    test_acc: float
-    test_correct: int
-    bytes: int | None
-    latency_ms: Times
-    images_per_second: float | None
-    max_logit_difference: float
-    files: list[str]
+    format: str  # its name
+    test_acc: float  # of the test set
+    test_correct: int  # predictions
+    bytes: int | None  # size of its file; None where it could not be written
+    latency_ms: Times  # by batch size; nothing where it could not be compiled
+    images_per_second: float | None  # at the largest batch
+    max_logit_difference: float  # to float32, on the test set
+    files: list[str]  # that were written and read again, in the run's folder
 
 
 class Study(study.Study[Mapping[str, Any]]):
@@ -82,14 +71,14 @@ class Study(study.Study[Mapping[str, Any]]):
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
         """
         self.spec, self.images, self.labels = spec, images, labels
-        done = [row.latency_ms and self._has_files(row) for row in _rows(self.rows.values())]
+        done = [row.latency_ms and self._has_files(row) for row in (Row(**facts) for facts in self.rows.values())]
         if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
         notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         settings_line = "; ".join(settings(self.header["config"], self.header["free"]))
         head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": settings_line}
-        self.finish(report(head, _rows(self.write(FILES)), notes))
+        self.finish(report(head, [Row(**facts) for facts in self.write(FILES)], notes))
 
     def _has_files(self, row: Row) -> bool:
         """Return whether all files of a format were written and are there."""
@@ -149,11 +138,6 @@ class Study(study.Study[Mapping[str, Any]]):
             max_logit_difference=float((logits[name] - logits["float32"]).abs().max()),
             files=[str(path.relative_to(self.out)) for path in files],
         )
-
-
-def _rows(facts: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows as results.json has them."""
-    return [Row(**row) for row in facts]
 
 
 @torch.no_grad()

@@ -19,18 +19,18 @@ from apprentice.weights import read_saved
 from harness import cli
 from harness.cli import sources
 from harness.cli.classes import import_class
+from harness.reports.hparams import log_row
 from harness.runs.callbacks import check_callbacks
 from harness.runs.files import atomic
-from harness.runs.fit import fit_and_test
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
 from harness.runs.nets import Spec, load_net, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
-from harness.studies.choices import build_net, check_batch_size, check_net, learner_options, match_classes
+from harness.studies.choices import build_net, check_batch_size, check_net, judged_by, learner_options, match_classes
 from harness.studies.deploy import formats
-from harness.studies.fits import fit, log_row, wait_for_main
+from harness.studies.fits import fit, fit_and_test, wait_for_main
 from lit_modules import nets
 from lit_modules.classifier import LitClassifier
 from lit_modules.learner import adam
@@ -69,8 +69,8 @@ class Options(cli.OneSeedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("student_epochs", "freeze_epoch", "evaluate_every", "calibration_size"):
-            if getattr(self, name) < 1:
-                raise BadInput(name, getattr(self, name), "a whole number, at least 1")
+            if vars(self)[name] < 1:
+                raise BadInput(name, vars(self)[name], "a whole number, at least 1")
         if self.run is not None and self.student_epochs != Options.student_epochs:
             expected = "it left out: the student in --run is trained already"
             raise BadInput("student_epochs", self.student_epochs, expected)
@@ -198,7 +198,8 @@ class Builder:
                 folder.mkdir(exist_ok=True)
                 spec = read_spec(self.config.run or self.run.out / f"seed{self.seed}" / STUDENT)
                 if self.run.tensorboard:
-                    log_row(self.run, self.seed, arm, spec, {"test_acc": outcome.scores[f"{NAME}/test/acc"]})
+                    figures = {"test_acc": outcome.scores[f"{NAME}/test/acc"]}
+                    log_row(self.run, self.seed, arm, spec, figures, judged_by(self.config, self.data).score)
                 with atomic(best) as temporary:
                     content = {"epoch": module.best_epoch, "net": spec, "state_dict": module.best_state()}
                     torch.save(content, temporary)

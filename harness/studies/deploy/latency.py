@@ -45,7 +45,6 @@ class Latency:
 
     @property
     def used(self) -> int:
-        """Threads with which a net computes."""
         return self.threads or torch.get_num_threads()
 
     def measure(self, nets: Mapping[str, nn.Module], images: Tensor, fail: Fail | None = None) -> dict[str, Times]:

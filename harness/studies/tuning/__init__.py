@@ -8,7 +8,7 @@ import copy
 import json
 import math
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
-from harness.reports.search import Cost, Search, Setting, Tuned, mean_of_all
+from harness.reports.results import Cost, Search, Setting, Tuned, mean_of_all
 from harness.runs import safepoints
 from harness.runs.files import atomic, read_text, write_json
 from harness.runs.launch import is_main_process, main_first
@@ -37,11 +37,7 @@ FOLDER, PLAN = "tuning", "plan.json"
 
 
 class Tuning:
-    """The search for the settings of a bake-off's arms.
-
-    Args:
-        bake_off: its arms are tuned, as they were given.
-    """
+    """The search for the settings of a bake-off's arms, as they were given."""
 
     def __init__(self, bake_off: BakeOff) -> None:
         self.bake_off, self.arms, self.config = bake_off, bake_off.arms, bake_off.config
@@ -68,7 +64,6 @@ class Tuning:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The epochs after which settings are compared."""
         return rung_ends(self.config.trainer.init_args["max_epochs"])
 
     @cached_property
@@ -84,7 +79,6 @@ class Tuning:
 
     @property
     def folders(self) -> dict[int, Path]:
-        """The folder of each tuning seed."""
         return {seed: self.inner.session.out / f"seed{seed}" for seed in self.config.tune_seeds}
 
     def check(self) -> None:
@@ -140,7 +134,7 @@ class Tuning:
             for seed in self.config.tune_seeds:
                 for wave, names in enumerate(waves, 1):
                     self._fit(seed, rung, wave, [left[name] for name in names if name in left])
-            scores = self._score(rung, len(waves))
+            scores = self._score(left, rung)
             for team in self.teams:
                 trials = alive[team[0]]
                 of_team = {trial: mean_of_all([scores[trial_name(name, trial)] for name in team]) for trial in trials}
@@ -208,28 +202,19 @@ class Tuning:
                 before.unlink(missing_ok=True)
         self.inner.fit(plan)
 
-    def _last_records(self, seed: int) -> dict[str, NetRecord]:
-        """Return the record of each setting in its last fit."""
-        records: dict[str, NetRecord] = {}
-        for path in self._list_records(seed):
-            records |= FitRecord.read(path).nets
-        return records
+    def _last_records(self, seed: int, rung: int | None = None) -> dict[str, NetRecord]:
+        """Return the record of each setting in its last fit, up to a rung."""
+        return {name: net for path in self._list_records(seed, rung) for name, net in FitRecord.read(path).nets.items()}
 
-    def _list_records(self, seed: int) -> list[Path]:
+    def _list_records(self, seed: int, rung: int | None = None) -> list[Path]:
         """Return the records of a seed's fits, rung after rung."""
-        numbers = range(1, len(self.ends) + 1)
-        return [path for rung in numbers for path in sorted(self.folders[seed].glob(f"rung{rung}*.json"))]
+        numbers = range(1, (rung or len(self.ends)) + 1)
+        return [path for number in numbers for path in sorted(self.folders[seed].glob(f"rung{number}*.json"))]
 
-    def _score(self, rung: int, waves: int) -> dict[str, float | None]:
+    def _score(self, names: Iterable[str], rung: int) -> dict[str, float | None]:
         """Return the mean over the tuning seeds of each setting at this rung; None if it failed with one."""
-        scores: dict[str, list[float | None]] = {}
-        for folder in self.folders.values():
-            for wave in range(1, waves + 1):
-                path = folder / f"{_fit_name(rung, wave)}.json"
-                if path.exists():
-                    for name, net in FitRecord.read(path).nets.items():
-                        scores.setdefault(name, []).append(last_score(net, self.metric))
-        return {name: mean_of_all(of_seeds) for name, of_seeds in scores.items()}
+        records = [self._last_records(seed, rung) for seed in self.config.tune_seeds]
+        return {name: mean_of_all([last_score(of_seed[name], self.metric) for of_seed in records]) for name in names}
 
     def _plan_waves(self) -> list[list[str]]:
         """Plan which settings train side by side, as the folder has it; rows that came later are in further waves."""
@@ -300,14 +285,7 @@ def last_score(net: NetRecord, metric: Metric) -> float | None:
 
 
 def carry(before: Path, after: Path, runs: Sequence[str], kept: Collection[str]) -> None:
-    """Write the checkpoint of a fit for some of its runs, from which they go on alone.
-
-    Args:
-        before: of the fit of all `runs`, in the order of its parameter groups.
-        after: where it is written.
-        runs: names of the runs.
-        kept: those that go on.
-    """
+    """Write to `after` the checkpoint `before` of a fit of `runs`, in this order, of which the `kept` go on alone."""
     state = safepoints.read(before)
     Distillation.keep_students(state, runs, kept)
     state["callbacks"]["SafePoints"] |= {"finished": False, "seconds": 0.0}

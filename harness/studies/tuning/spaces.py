@@ -6,7 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from torch import nn
@@ -16,6 +16,7 @@ from harness import cli
 from harness.cli.messages import near
 from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
+from lit_modules.objectives import Objective
 from lit_modules.objectives.base import Choice, Linear, Log, Space
 
 OPTIMIZER, SEARCH = "optimizer", "search"
@@ -53,7 +54,8 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
     """
     shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
-    of_method: dict[str, Space] = dict(getattr(arm.method.target, SEARCH, {}))
+    method = cast("type[Objective]", arm.method.target)
+    of_method: dict[str, Space] = dict(method.search)
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
         if flag.startswith(f"{OPTIMIZER}."):
