@@ -44,7 +44,7 @@ class ShardedRelations:
 
     The first pass gathers what the shards relate; `compute` relates it; in the second pass each shard gets the losses
     of its rows, and their gradient. All ranks make the same calls of `relate` in a shard. A rank without a shard
-    computes another rank's in the first pass, with `own` false.
+    computes another rank's in the first pass, with `is_mine` false.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,9 +52,9 @@ class ShardedRelations:
         self._number, self._gathers = 0, True
 
     @contextmanager
-    def shard(self, own: bool = True) -> Iterator[None]:
+    def shard(self, is_mine: bool = True) -> Iterator[None]:
         """Inside, a shard is computed, in either pass."""
-        self._number, self._gathers = 0, own
+        self._number, self._gathers = 0, is_mine
         token = _shards.set(self)
         try:
             yield

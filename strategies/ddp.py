@@ -147,6 +147,7 @@ class DDP(Exact, AveragesGradients):
         self._splits = self._split_parts()
         self._unplaced = [split for split in self._splits if split.devices is None]
         self._split_devices = next((split.devices for split in self._splits), None)
+        self.undo.callback(setattr, self, "_split_devices", None)
         if self._unplaced:
             assert self.parallel_devices is not None
             sizes = sorted({split.num_stages for split in self._unplaced})
@@ -175,6 +176,7 @@ class DDP(Exact, AveragesGradients):
         if any(split not in self._splits for split in self._split_parts()):
             raise BadInput("", "ModelParallel", "it to be made in the module's constructor, not in a later hook")
         for split in self._unplaced:
+            self.undo.callback(split.place, None)
             split.place(self._split_devices)
         super().model_to_device()
 
@@ -194,9 +196,3 @@ class DDP(Exact, AveragesGradients):
         for optimizer in self.optimizers:
             for p, state in optimizer.state.items():
                 state |= {key: x.to(p.device) for key, x in state.items() if isinstance(x, Tensor) and key != "step"}
-
-    def teardown(self) -> None:
-        for split in self._unplaced:
-            split.place(None)
-        super().teardown()
-        self._splits, self._unplaced, self._split_devices = [], [], None

@@ -66,7 +66,7 @@ class ZeRO1(DDP):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state, in the layout of one device, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return state if self.world_size == 1 else checkpoints.gather_states(state, self.is_global_zero)
+        return state if self.world_size == 1 else checkpoints.gather_states(state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole state and keep this rank's share."""

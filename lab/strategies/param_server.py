@@ -276,7 +276,7 @@ class ParamServer(RPCStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the server's state, on rank zero; collective."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return checkpoints.gather_states(state, self.is_global_zero) if self.server else state
+        return checkpoints.gather_states(state) if self.server else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

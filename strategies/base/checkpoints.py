@@ -46,15 +46,17 @@ def gather_tree(tree: Any, keep: bool, order: Tensor | None = None) -> Any:
     return tree_map_only(DTensor, lambda x: gather_tensor(x, order).cpu() if keep else gather_tensor(x)[:0], tree)
 
 
-def gather_states(state: dict[str, Any], keep: bool, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def gather_states(state: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Gather an optimizer's `state_dict()` from a group whose ranks have the states of some parameters; collective.
 
-    Only the group's first rank can `keep` it; the others get an empty one.
+    The group's first rank gets it; the others get an empty one.
     """
     if not dist.is_initialized():  # in the process that has forked the ranks, and has the whole
-        return state if keep else {}
+        return state
     local_states = move_data_to_device(state["state"], torch.device("cpu"))
     parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(local_states, parts, group=group, group_dst=0)
-    states = {index: values for part in parts or [] for index, values in part.items()}
-    return {**state, "state": dict(sorted(states.items()))} if keep else {}
+    if parts is None:
+        return {}
+    states = {index: values for part in parts for index, values in part.items()}
+    return {**state, "state": dict(sorted(states.items()))}

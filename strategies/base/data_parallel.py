@@ -139,46 +139,7 @@ class DataParallel(DDPStrategy):
     def _timeout_seconds(self) -> float:
         return self._timeout.total_seconds()
 
-    def _create_pending(self) -> None:
-        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
-        try:
-            if create is not None:
-                create()
-        except BaseException:
-            self.create_optimizers = create
-            raise
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those of the current fit or of the last one."""
-        self._create_pending()
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self.create_optimizers = None
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        self._create_pending()
-        return self._lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self._lr_scheduler_configs = configs
-
-    @contextmanager
-    def without_optimizers(self, restore: bool) -> Iterator[None]:
-        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
-        create, self.create_optimizers = self.create_optimizers, None
-        optimizers, configs = self.optimizers, self.lr_scheduler_configs
-        self.optimizers, self.lr_scheduler_configs = [], []
-        try:
-            yield
-        finally:
-            if restore:
-                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create
+    # How ranks start and meet
 
     def _configure_launcher(self) -> None:
         self._check_devices()
@@ -248,7 +209,8 @@ class DataParallel(DDPStrategy):
         try:
             store = self._rendezvous()
         except OSError as error:
-            self._kill_children()
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.kill_children()
             # Local rank 0 reports an error that all ranks find, where each rank knows which one it is.
             knows = not getattr(self.cluster_environment, "guesses", False)
             reported = isinstance(self._launcher, ScriptLauncher) and self.local_rank > 0 and knows
@@ -275,6 +237,8 @@ class DataParallel(DDPStrategy):
     def _bound_device(self) -> torch.device | None:
         """Return the only device of this rank, which NCCL need not find out then."""
         return self.root_device if self.root_device.type != "cpu" else None
+
+    # What ranks send
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the mean of integers is a float, which Lightning rounds down."""
@@ -311,6 +275,8 @@ class DataParallel(DDPStrategy):
             for buffer in self._module.buffers():
                 dist.broadcast(buffer, rank)
 
+    # How a fit begins and ends
+
     def replace(self, owner: object, name: str, value: Any) -> None:
         """Hide an attribute of an object's class, such as a method, until the teardown."""
         self.undo.callback(vars(owner).pop, name, None)
@@ -337,7 +303,8 @@ class DataParallel(DDPStrategy):
                 raise missing
             failures.raise_for_missing(self, exception)
         except (TimeoutError, ConnectionError, ValueError, SystemExit):
-            self._kill_children()
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
                 if (trainer := self.lightning_module._trainer) is not None:
                     for logger in trainer.loggers:
@@ -345,10 +312,45 @@ class DataParallel(DDPStrategy):
                 self.teardown()
             raise
 
-    def _kill_children(self) -> None:
-        if isinstance(self._launcher, ScriptLauncher):
-            children = self._launcher.procs.copy()
-            self._launcher.procs.clear()  # Lightning's observer of them would end this process before it reports
-            for child in children:
-                child.kill()  # a stopped process takes no other signal
-                child.wait()
+    # Optimizers of the last fit, which the process that forked its ranks makes on demand
+
+    def _create_pending(self) -> None:
+        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
+        try:
+            if create is not None:
+                create()
+        except BaseException:
+            self.create_optimizers = create
+            raise
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the current fit or of the last one."""
+        self._create_pending()
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.create_optimizers = None
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        self._create_pending()
+        return self._lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self._lr_scheduler_configs = configs
+
+    @contextmanager
+    def without_optimizers(self, restore: bool) -> Iterator[None]:
+        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
+        create, self.create_optimizers = self.create_optimizers, None
+        optimizers, configs = self.optimizers, self.lr_scheduler_configs
+        self.optimizers, self.lr_scheduler_configs = [], []
+        try:
+            yield
+        finally:
+            if restore:
+                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create

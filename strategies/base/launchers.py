@@ -217,6 +217,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._strategy.bind()
         super()._call_children_scripts()
 
+    def kill_children(self) -> None:
+        """Kill the sub-processes that this one has started, and wait for them."""
+        children = self.procs.copy()
+        self.procs.clear()  # Lightning's observer of them would end this process before it reports
+        for child in children:
+            child.kill()  # a stopped process takes no other signal
+            child.wait()
+
 
 def _run(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a Trainer's function; the exception by which a Tuner stops it is a normal end, as it is in one process."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -119,10 +118,10 @@ class ShardLogger:
         numbers = [number for call in calls for number in (call.value, call.batch_size) if number is not None]
         return [torch.as_tensor(x, dtype=torch.float64, device=self.module.device) for x in numbers]
 
-    def share_layout(self, strategy: Strategy, some_empty: bool) -> None:
+    def share_layout(self, some_empty: bool) -> None:
         """Check that all ranks logged the same names; ranks without a row take rank zero's, if `some_empty`."""
         if some_empty:
-            first = strategy.broadcast(move_data_to_device(self.logged, "cpu"))  # arrives on the device it was on
+            first = self.strategy.broadcast(move_data_to_device(self.logged, "cpu"))  # arrives on the device it was on
             self.logged = first if self.logged is None else self.logged
         self._check_ranks()
 

@@ -170,7 +170,7 @@ class ShardedTraining:
         return self._table(logger, results, statistics.size)
 
     def _table(self, logger: ShardLogger, results: dict[int, Tensor], statistics: int) -> Tensor:
-        logger.share_layout(self.strategy, some_empty=any(start == stop for start, stop in self._spans))
+        logger.share_layout(some_empty=any(start == stop for start, stop in self._spans))
         width = 1 + len(logger.values()) + statistics
         table = torch.zeros(self.shards, width, dtype=torch.float64, device=self.strategy.root_device)
         for number, values in results.items():

@@ -63,7 +63,7 @@ class StagePlacement:
             raise BadInput("", "state_dict", f"parameters under their own names; {unknown[0]} is none's")
         owners = {key: self.owners.get(tensor, 0) for key, tensor in self._names.items()}
         local = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and owners.get(k, 0) == self.rank}
-        full = checkpoints.gather_states({"state": local}, self.rank == 0, self.group)
+        full = checkpoints.gather_states({"state": local}, self.group)
         return {key: full["state"].get(key, value) for key, value in state.items()} if full else {}
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
