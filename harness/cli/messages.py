@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -21,7 +22,6 @@ from harness.start import is_unread
 if TYPE_CHECKING:
     from harness.cli.parser import Parser
 
-MISCONFIGURED = "MisconfigurationException"  # of Lightning
 FULL, KEPT = "no space left on the disk", "what was finished is kept"
 WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
@@ -80,7 +80,7 @@ def one_line(error: BaseException, parser: "Parser | None" = None, process: str 
         return str(error)
     if isinstance(error, OSError) or "inline_container" in str(error):
         return _of_files(error)
-    return f"--trainer: {error}" if type(error).__name__ == MISCONFIGURED else None
+    return f"--trainer: {error}" if isinstance(error, MisconfigurationException) else None
 
 
 def with_flag(error: BadInput) -> str:

@@ -29,7 +29,6 @@ class Entry:
     """What stands at a key: the options of one class, or a choice, or texts."""
 
     options: Signature | None = None  # of the one class
-    optional: bool = False  # nothing may be chosen
     named: bool = False  # there are many, by names of the user's own
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     unless: str = ""  # the key of choices by names: where there are some, none is made here
@@ -64,7 +63,7 @@ class Parser:
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(bases, package, frozenset(skip))
-        self._add(key, Entry(optional=default is None, fixed=fixed, unless=unless), default)
+        self._add(key, Entry(fixed=fixed, unless=unless), default)
 
     def add_variants(
         self,
@@ -90,7 +89,7 @@ class Parser:
         self._on_resume["scheduler"] = scheduler_on_resume
         self.classes |= {"optimizer": training.OPTIMIZERS, "scheduler": training.SCHEDULERS}
         self._add("optimizer", Entry(), default)
-        self._add("scheduler", Entry(optional=True), None)
+        self._add("scheduler", Entry(), None)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -245,7 +244,7 @@ class Parser:
                 self._leave_out(key, resolver.settings, f"{entry.unless}.{next(iter(instead))}")
                 choices[key] = None
             else:
-                choices[key] = resolver.one(classes, key, entry.optional)
+                choices[key] = resolver.one(classes, key, optional=self._defaults[key].value is None)
         return resolver, choices
 
     def _check(self, config: Namespace) -> None:

@@ -21,7 +21,7 @@ class Setting(NamedTuple):
 
     value: Any
     source: str = ""
-    of_any_class: bool = False  # an option that stays where another class is chosen
+    of_any_class: bool = False  # an option that counts where another class is chosen, too
 
 
 Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
@@ -131,14 +131,16 @@ def merge(layers: Sequence[Layer], is_same: Callable[[str, Any, Any, Layer], boo
 
     `is_same` compares classes: flag, new name, old name, the options of the old one.
     """
-    merged: dict[str, Setting] = {}
+    merged, lasting = dict[str, Setting](), dict[str, Setting]()
     for settings in layers:
         for flag, setting in settings.items():
             options = below(flag, merged)
             if flag in merged and options and not is_same(flag, setting.value, merged[flag].value, options):
-                dropped = {f"{flag}.{name}" for name, option in options.items() if not option.of_any_class}
+                dropped = {f"{flag}.{name}" for name in options}
                 merged = {other: kept for other, kept in merged.items() if other not in dropped}
+                merged |= {other: kept for other, kept in lasting.items() if other in dropped}
         merged |= settings
+        lasting |= {flag: setting for flag, setting in settings.items() if setting.of_any_class}
     return merged
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, callbacks, loggers, strategies
@@ -143,7 +143,7 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
                 steps.step()
                 steps.step()  # momentum counts from here on
         if not all(p.isfinite().all() for p in net.parameters()):
-            raise BadInput(*_infinite(optimizer, "optimizer"), "options with which a step gives finite weights")
+            _refuse_infinite(optimizer, "optimizer", "options with which a step gives finite weights")
         if scheduler is not None:
             with refusals(scheduler, "scheduler"):
                 rates = factory(scheduler, "scheduler")(steps)
@@ -153,15 +153,15 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
                     lrs += rates.get_last_lr()
             lowest = -1e-6 * max(lrs)  # rounding
             if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
-                raise BadInput(*_infinite(scheduler, "scheduler"), "options that give finite learning rates, 0 or more")
+                _refuse_infinite(scheduler, "scheduler", "options that give finite learning rates, 0 or more")
 
 
-def _infinite(choice: Choice, key: str) -> tuple[str, Any]:
-    """Return the flag and value of an infinite option, or of the class if there is none."""
+def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:
+    """Raise BadInput for an infinite option, or for the class if there is none."""
     for name, value in choice.init_args.items():
         if isinstance(value, float) and math.isinf(value):
-            return f"{key}.{name}", value
-    return key, choice.name
+            raise BadInput(f"{key}.{name}", value, expected)
+    raise BadInput(key, choice.name, expected)
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:
