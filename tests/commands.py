@@ -108,6 +108,23 @@ def kill_at(owner: Any, name: str, call: int, after: bool = False, since: Path |
     return arm
 
 
+def refuse(
+    main: Callable[[Sequence[str]], None],
+    flags: Sequence[str | Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """The one line with which the command ends, after "error: ". Without --out it leaves nothing of a run."""
+    capsys.readouterr()
+    out = [] if "--out" in flags else ["--out", tmp_path / "refused"]
+    with pytest.raises(SystemExit) as stop:
+        main([str(flag) for flag in (*flags, *out)])
+    error = capsys.readouterr().err
+    assert (stop.value.code, error[:7], error.count("\n")) == (2, "error: ", 1), error
+    assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
+    return error.removeprefix("error: ").rstrip("\n")
+
+
 def refused(
     main: Callable[[Sequence[str]], None],
     flags: Sequence[str],
@@ -116,16 +133,9 @@ def refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command ends with one line about a flag, before anything is computed."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([*flags, "--out", str(tmp_path / "refused")])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {begins}"), error
-    assert says in error
-    assert error.count("\n") == 1
-    assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
+    line = refuse(main, flags, tmp_path, capsys)
+    assert line.startswith(begins), line
+    assert says in line
 
 
 def left_by_overwriting(out: Path, tmp_path: Path) -> set[str]:
@@ -155,13 +165,10 @@ def refused_elsewhere(
     now = {key: found["hardware"][key] for key in changes}
     (copy / "results.json").write_text(json.dumps(found | {"hardware": found["hardware"] | changes}))
     before = {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix}
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["--out", str(copy), "--resume", "true"])
-    assert stop.value.code == 2
     differ = "; ".join(f"{key} {changes[key]}, not {now[key]}" for key in changes)
     expected = f"the machine on which the rows in {copy} were measured: {differ}; or take another --out"
-    assert capsys.readouterr().err == f"error: --resume true: expected {expected}\n"
+    line = refuse(main, ["--out", copy, "--resume", "true"], tmp_path, capsys)
+    assert line == f"--resume true: expected {expected}"
     assert {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix} == before
 
 

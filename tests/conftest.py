@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -111,20 +111,10 @@ def _drawn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Calls a command that is refused; its one line after "error: ". Without --out it leaves nothing of a run."""
+    """`refusal(main, *flags)` is the one line with which a command ends that is refused, after "error: "."""
+    from tests.commands import refuse
 
-    def refuse(main: Callable[[Sequence[str]], None], *flags: str | Path) -> str:
-        capsys.readouterr()
-        out = [] if "--out" in flags else ["--out", tmp_path / "refused"]
-        with pytest.raises(SystemExit) as stop:
-            main([str(flag) for flag in (*flags, *out)])
-        error = capsys.readouterr().err
-        assert (stop.value.code, error.count("\n")) == (2, 1), error
-        assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
-        assert error.startswith("error: "), error
-        return error.removeprefix("error: ").rstrip("\n")
-
-    return refuse
+    return lambda main, *flags: refuse(main, flags, tmp_path, capsys)
 
 
 @pytest.fixture(autouse=True)

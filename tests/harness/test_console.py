@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -144,15 +143,6 @@ def test_nothing_is_imported_from_a_script_s_folder(monkeypatch: pytest.MonkeyPa
         start.script()
         start.loaded()
         assert sys.path == [*([str(tmp_path)] if first == tmp_path else []), "others"]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("[a-z]*.py")), ids=lambda path: path.stem)
-def test_every_script_starts_so(path: Path) -> None:
-    text = path.read_text()
-    called = re.search(r'^if __name__ == "__main__":\n(    #.*\n)?    start\.script\(', text, re.MULTILINE)
-    assert called
-    assert text.endswith('if __name__ == "__main__":\n    start.run(main)\n')
-    assert called.start() < min(text.index(word) for word in ("from apprentice", "harness.studies") if word in text)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError", 1)])

@@ -20,6 +20,7 @@ from lit_modules.nets import DeepNN, ResNet, ViT
 from lit_modules.objectives import Hint, Hinton, Objective
 from lit_modules.teacher import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
+from tests.grids import mostly_slow
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 
 TEACHER: Callable[[], nn.Module] = partial(net, ResNet, seed=1, depth=14)
@@ -86,26 +87,17 @@ def together(how: str) -> dict[str, torch.Tensor]:
     return weights(fit(module(), digits(train_size=76), devices, **options()))
 
 
+ALONE = {"1": ["1"], "2": ["2"], "exact on 1": ["exact on 1", "exact on 3"]}  # how alone, and how in company
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_alone_as_in_company(method: str) -> None:
-    own = of(method, together("1"))
-    assert own
-    assert_same(weights(fit(module(method), digits(train_size=76))), own)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_alone_as_in_company_on_two_processes(method: str) -> None:
-    assert_same(weights(fit(module(method), digits(train_size=76), 2)), of(method, together("2")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_alone_on_one_process_as_in_company_on_three_under_exact(method: str) -> None:
-    devices, options = HOW["exact on 1"]
+@pytest.mark.parametrize("how", mostly_slow(ALONE, "1"))
+def test_alone_as_in_company(how: str, method: str) -> None:
+    devices, options = HOW[how]
     alone = weights(fit(module(method), digits(train_size=76), devices, **options()))
-    assert_same(alone, of(method, together("exact on 1")))
-    assert_same(alone, of(method, together("exact on 3")))
+    assert alone
+    for company in ALONE[how]:
+        assert_same(alone, of(method, together(company)))
 
 
 STRATEGIES: dict[str, Callable[..., Any]] = {"ddp": DDP, "zero1": ZeRO1, "fsdp": FSDP, "ring": DDPRing}
