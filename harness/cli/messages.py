@@ -62,7 +62,8 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
         if line is None:
             raise
         local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")
-        if local_rank == "0" or not isinstance(error, BadInput):  # each machine's first rank says what all find wrong
+        # Each machine's first rank says what all find wrong; who has not come, any of the others.
+        if local_rank == "0" or not isinstance(error, BadInput) or isinstance(error, OSError):
             sys.stderr.write(f"error: {' '.join(line.split())}\n")
         raise SystemExit(2) from None
 
@@ -74,10 +75,8 @@ def one_line(error: BaseException, parser: "Parser | None" = None, process: str 
     if lost := _lost(error, process):
         return f"{lost}; {GOES_ON}"
     if isinstance(error, BadInput):
-        flag = parser.flag_of(error.argument) if parser else None
-        return with_flag(BadInput(flag or error.argument, error.value, error.expected))
-    if str(error).startswith("--"):
-        return str(error)
+        flag = parser.flag_of(error.argument) if parser else error.argument
+        return str(error) if flag is None else with_flag(BadInput(flag, error.value, error.expected))
     if isinstance(error, OSError) or "inline_container" in str(error):
         return _of_files(error)
     return f"--trainer: {error}" if isinstance(error, MisconfigurationException) else None

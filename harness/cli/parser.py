@@ -16,9 +16,10 @@ from harness.cli.classes import Choice, Classes, arguments, build, plain, put_wo
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
 from harness.cli.resuming import CALL, FIXED, FREE, OnResume, check_same, rules_of
-from harness.cli.signatures import Signature
+from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
+from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
@@ -139,6 +140,7 @@ class Parser:
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
+        self._parsed = {}
         put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
@@ -180,10 +182,19 @@ class Parser:
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag_of(self, argument: str) -> str | None:
-        """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it."""
-        places = [argument, *(f"{owner}.{argument}" for owner in ONLY_ONE)]
+        """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it.
+
+        An option of strategies is below theirs, though none is chosen. None: there is no such flag, or there are several.
+        """
+        if not self._parsed or argument.partition(".")[0] in {"", *self.entries, *self.options.hints}:
+            return argument
+        for flag in (f"{owner}.{argument}" for owner in ONLY_ONE):
+            if flag in self._parsed:
+                return flag
         endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
-        return next((flag for flag in places if flag in self._parsed), endings[0] if len(endings) == 1 else None)
+        if len(endings) == 1:
+            return endings[0]
+        return f"trainer.strategy.{argument}" if not endings and argument in options_of(DDP).hints else None
 
     def _classes_at(self, flag: str) -> Classes | None:
         """Return what a flag chooses from, if it chooses."""

@@ -21,10 +21,17 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from apprentice.errors import BadInput
 
-FLAG, TIMEOUT_FLAG = "--trainer.strategy.init_method", "--trainer.strategy.timeout"
 BY_ENVIRONMENT = {None, "env://"}  # MASTER_ADDR and MASTER_PORT say where
 CONNECT_INTERVAL, POLL_INTERVAL = 0.2, 0.02  # seconds
 GRACE = 1.0  # seconds in which other ranks read why a rendezvous has failed, before the store goes
+
+
+class TimedOut(BadInput, TimeoutError):
+    """Ranks have not come in time."""
+
+
+class Unreachable(BadInput, ConnectionError):
+    """Ranks can't meet there, or in that time."""
 
 
 class StartedTwiceError(ConnectionError):
@@ -44,22 +51,22 @@ def check_init_method(method: str | None) -> None:
         raise BadInput("init_method", method, "env://, tcp://HOST:PORT or file:///PATH")
 
 
-def bind(host: str, port: int = 0, where: str = "") -> socket.socket:
-    """Listen on a port, or on any free one for 0; ConnectionError, about `where`, if the port is taken."""
+def bind(host: str, port: int = 0, where: tuple[str, str] = ("", "")) -> socket.socket:
+    """Listen on a port, or on any free one for 0; Unreachable, of an argument and value, if the port is taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
         return socket.create_server((host if local else "", port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        raise ConnectionError(f"{where}: expected a port that is free; {os.strerror(error.errno or 0)}") from None
+        raise Unreachable(*where, f"a port that is free; {os.strerror(error.errno or 0)}") from None
 
 
 def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
     """Bind MASTER_PORT, or a free port, and tell the environment and sub-processes its number."""
     chooses = type(environment).main_port is LightningEnvironment.main_port  # a port that was free some time ago
     port = os.environ.get("MASTER_PORT", "0") if chooses else str(environment.main_port)
-    bound = bind(environment.main_address, int(port), f"MASTER_PORT {port}")
+    bound = bind(environment.main_address, int(port), ("", f"MASTER_PORT {port}"))
     os.environ["MASTER_PORT"] = str(bound.getsockname()[1])
     if isinstance(environment, LightningEnvironment):
         environment._main_port = bound.getsockname()[1]  # it caches the last launch's
@@ -67,12 +74,12 @@ def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
 
 
 def check_interface(host: str) -> None:
-    """Raise ConnectionError where gloo, which listens where this host's name leads, can't be reached from `host`."""
+    """Raise Unreachable where gloo, which listens where this host's name leads, can't be reached from `host`."""
     local = _address(socket.gethostname())
     if local.startswith("127.") and not _address(host).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
-        expected = "expected the network interface that leads to the other machines, such as eth0"
         fault = f"without it gloo uses {local}, the address of {socket.gethostname()}"
-        raise ConnectionError(f"GLOO_SOCKET_IFNAME: {expected}; {fault}")
+        expected = f"the network interface that leads to the other machines, such as eth0; {fault}"
+        raise Unreachable("", "GLOO_SOCKET_IFNAME", expected)
 
 
 def _address(host: str) -> str:
@@ -88,8 +95,8 @@ def rendezvous(
 ) -> dist.Store:  # fmt: skip
     """Return the store that all ranks share, once all of them have come, in `timeout` seconds.
 
-    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimeoutError:
-    rank 0 or another is missing; ConnectionError: the port or file can't be used, or a rank was started twice.
+    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimedOut: rank
+    0 or another is missing; Unreachable: the port or file can't be used, or a rank was started twice.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -97,8 +104,8 @@ def rendezvous(
         exchange = _TokenExchange(store, rank, world_size, deadline, timeout)
         token = exchange.lead() if rank == 0 else exchange.follow()
     except dist.DistError:
-        expected = "expected rank 0 to stay until all ranks have come; it has gone"
-        raise ConnectionError(f"{TIMEOUT_FLAG} {timeout:g}: {expected}") from None
+        expected = "rank 0 to stay until all ranks have come; it has gone"
+        raise Unreachable("timeout", f"{timeout:g}", expected) from None
     return dist.PrefixStore(f"rendezvous/{token}", store)
 
 
@@ -109,11 +116,11 @@ def _connect(
     if parts.scheme == "file":
         path = Path(parts.path)
         if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConnectionError(f"{FLAG} {method}: expected a file that can be written, in a folder that is there")
+            raise Unreachable("init_method", method, "a file that can be written, in a folder that is there")
         return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
-    (host, port), where = address, f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}"
+    (host, port), where = address, ("", f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}")
     if parts.scheme == "tcp":
-        host, port, where = str(parts.hostname), int(parts.port or 0), f"{FLAG} {method}"
+        host, port, where = str(parts.hostname), int(parts.port or 0), ("init_method", str(method))
     agent = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (host, str(port))
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
@@ -125,7 +132,7 @@ def _connect(
     return dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True, master_listen_fd=fd, **options)
 
 
-def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
+def _wait_for_server(host: str, port: int, where: tuple[str, str], timeout: float) -> None:
     """Wait until rank 0 listens; torch's client would log many lines meanwhile."""
     deadline, why = time.monotonic() + timeout, "nobody did"
     while (left := deadline - time.monotonic()) > 0:
@@ -135,7 +142,7 @@ def _wait_for_server(host: str, port: int, where: str, timeout: float) -> None:
         except OSError as error:
             why = str(error.strerror) if isinstance(error, socket.gaierror) else "nobody did"
         time.sleep(min(CONNECT_INTERVAL, max(left, 0)))
-    raise TimeoutError(f"{where}: expected rank 0 to answer there within {timeout:g} s ({TIMEOUT_FLAG}); {why}")
+    raise TimedOut(*where, f"rank 0 to answer there within {timeout:g} s, the timeout; {why}")
 
 
 @dataclass
@@ -164,8 +171,8 @@ class _TokenExchange:
                 error = ConnectionError(self._twice(twice[0]))
             elif missing and time.monotonic() > self.deadline:
                 late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-                expected = f"expected {self.world_size} ranks within that time"
-                error = TimeoutError(f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}; {late} not come")
+                expected = f"{self.world_size} ranks within that time; {late} not come"
+                error = TimedOut("timeout", f"{self.timeout:g}", expected)
         self.store.set(f"outcome/{token}", pickle.dumps(error))  # type: ignore[arg-type]
         if error is not None:
             time.sleep(GRACE)
@@ -192,8 +199,8 @@ class _TokenExchange:
 
     def _wait(self, deadline: float) -> None:
         if time.monotonic() > deadline:
-            expected = "expected an answer of rank 0 within that time; it has not come, or has all its ranks"
-            raise TimeoutError(f"{TIMEOUT_FLAG} {self.timeout:g}: {expected}")
+            expected = "an answer of rank 0 within that time; it has not come, or has all its ranks"
+            raise TimedOut("timeout", f"{self.timeout:g}", expected)
         time.sleep(POLL_INTERVAL)
 
     def _twice(self, rank: int) -> str:

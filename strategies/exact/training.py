@@ -20,6 +20,10 @@ from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
 
+class NotFinite(BadInput, OverflowError):
+    """Gradients that are not finite have no exact sum."""
+
+
 class RunningStatistics:
     """Running statistics of normalisation layers in training: each shard starts from the same, results are merged."""
 
@@ -146,8 +150,8 @@ class ShardedTraining:
         for total in self._sums:
             parameters = dict(zip(total.names, total.parameters, strict=True))
             if flawed := [name for name in total.flawed_names() if parameters[name] not in frozen]:
-                expected = f"expected finite gradients; that of {', '.join(flawed[:3])} is not"
-                raise OverflowError(f"--exact {self.shards}: {expected}")
+                expected = f"finite gradients; that of {', '.join(flawed[:3])} is not"
+                raise NotFinite("exact", self.shards, expected)
             gradients |= zip(total.parameters, total.divide(self._weight(self._global_rows)), strict=True)
         return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 

@@ -255,7 +255,7 @@ def test_an_address_that_nobody_answers(tmp_path: Path) -> None:
     method, out = f"tcp://127.0.0.1:{free_port()}", tmp_path / "run"
     lines = told(ranks(by_hand(2, [1], LOCAL_RANK=0), [*TINY, *MEET, method, "--out", out], tmp_path / "log"), out, 15)
     told_by = "--trainer.strategy.init_method"
-    expected = "expected rank 0 to answer there within 2 s (--trainer.strategy.timeout); nobody did"
+    expected = "expected rank 0 to answer there within 2 s, the timeout; nobody did"
     assert lines == [f"error: {told_by} {method}: {expected}"]
     bare = [*TINY, *MEET[:-1], "--out", out]
     given = by_hand(2, [1], LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
