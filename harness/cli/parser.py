@@ -184,7 +184,7 @@ class Parser:
     def flag_of(self, argument: str) -> str | None:
         """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it.
 
-        An option of strategies is below theirs, though none is chosen. None: there is no such flag, or there are several.
+        An option of strategies is below theirs, though none is chosen. None: no flag or several are called so.
         """
         if not self._parsed or argument.partition(".")[0] in {"", *self.entries, *self.options.hints}:
             return argument

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from apprentice.errors import BadInput
 from strategies.base.private import SubprocessScriptLauncher, abort_process_group, default_store
-from strategies.base.rendezvous import TimedOut
+from strategies.base.rendezvous import RankTimeoutError
 
 if TYPE_CHECKING:
     from strategies.base.data_parallel import DataParallel
@@ -106,7 +106,7 @@ def set_hooks_aside(strategy: "DataParallel", trainer: Any, *names: str) -> None
 def raise_for_missing(strategy: "DataParallel", exception: BaseException) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
-    TimedOut: they did not come within the strategy's timeout; ConnectionError: they have gone; BadInput: all
+    RankTimeoutError: they did not come within the strategy's timeout; ConnectionError: they have gone; BadInput: all
     respond, and some have left the training loop; SystemExit in a sub-process: another rank reports that, as all write
     to one terminal.
     """
@@ -130,7 +130,7 @@ def raise_for_missing(strategy: "DataParallel", exception: BaseException) -> Non
     names = _name_ranks(missing)
     if "imed out" in text or "timeout" in text:
         expected = f"every rank to come within that time; {names} kept the others waiting"
-        raise TimedOut("timeout", f"{strategy._timeout_seconds:g}", expected)
+        raise RankTimeoutError("timeout", f"{strategy._timeout_seconds:g}", expected)
     has, its = ("has", "its") if len(missing) == 1 else ("have", "their")
     raise ConnectionError(f"{names} {has} gone; {its} own message, if there is one, is above") from exception
 

@@ -26,11 +26,11 @@ CONNECT_INTERVAL, POLL_INTERVAL = 0.2, 0.02  # seconds
 GRACE = 1.0  # seconds in which other ranks read why a rendezvous has failed, before the store goes
 
 
-class TimedOut(BadInput, TimeoutError):
+class RankTimeoutError(BadInput, TimeoutError):
     """Ranks have not come in time."""
 
 
-class Unreachable(BadInput, ConnectionError):
+class RankConnectionError(BadInput, ConnectionError):
     """Ranks can't meet there, or in that time."""
 
 
@@ -52,14 +52,14 @@ def check_init_method(method: str | None) -> None:
 
 
 def bind(host: str, port: int = 0, where: tuple[str, str] = ("", "")) -> socket.socket:
-    """Listen on a port, or on any free one for 0; Unreachable, of an argument and value, if the port is taken."""
+    """Listen on a port, or on any free one for 0; RankConnectionError of `where`, argument and value, if taken."""
     local = host in {"127.0.0.1", "localhost"}
     dual = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
         return socket.create_server((host if local else "", port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        raise Unreachable(*where, f"a port that is free; {os.strerror(error.errno or 0)}") from None
+        raise RankConnectionError(*where, f"a port that is free; {os.strerror(error.errno or 0)}") from None
 
 
 def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
@@ -74,12 +74,12 @@ def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
 
 
 def check_interface(host: str) -> None:
-    """Raise Unreachable where gloo, which listens where this host's name leads, can't be reached from `host`."""
+    """Raise RankConnectionError if gloo, which listens where this host's name leads, can't be reached from `host`."""
     local = _address(socket.gethostname())
     if local.startswith("127.") and not _address(host).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         fault = f"without it gloo uses {local}, the address of {socket.gethostname()}"
         expected = f"the network interface that leads to the other machines, such as eth0; {fault}"
-        raise Unreachable("", "GLOO_SOCKET_IFNAME", expected)
+        raise RankConnectionError("", "GLOO_SOCKET_IFNAME", expected)
 
 
 def _address(host: str) -> str:
@@ -95,8 +95,11 @@ def rendezvous(
 ) -> dist.Store:  # fmt: skip
     """Return the store that all ranks share, once all of them have come, in `timeout` seconds.
 
-    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it. TimedOut: rank
-    0 or another is missing; Unreachable: the port or file can't be used, or a rank was started twice.
+    The init_methods None and env:// stand for `address`, rank 0's, which may have `bound` a socket to it.
+
+    Raises:
+        RankTimeoutError: rank 0 or another is missing.
+        ConnectionError: the port or file can't be used, or a rank was started twice.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -105,7 +108,7 @@ def rendezvous(
         token = exchange.lead() if rank == 0 else exchange.follow()
     except dist.DistError:
         expected = "rank 0 to stay until all ranks have come; it has gone"
-        raise Unreachable("timeout", f"{timeout:g}", expected) from None
+        raise RankConnectionError("timeout", f"{timeout:g}", expected) from None
     return dist.PrefixStore(f"rendezvous/{token}", store)
 
 
@@ -116,7 +119,7 @@ def _connect(
     if parts.scheme == "file":
         path = Path(parts.path)
         if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise Unreachable("init_method", method, "a file that can be written, in a folder that is there")
+            raise RankConnectionError("init_method", method, "a file that can be written, in a folder that is there")
         return dist.FileStore(str(path), -1)  # -1: never removed, so that no late rank can lose it
     (host, port), where = address, ("", f"MASTER_ADDR {address[0]} MASTER_PORT {address[1]}")
     if parts.scheme == "tcp":
@@ -142,7 +145,7 @@ def _wait_for_server(host: str, port: int, where: tuple[str, str], timeout: floa
         except OSError as error:
             why = str(error.strerror) if isinstance(error, socket.gaierror) else "nobody did"
         time.sleep(min(CONNECT_INTERVAL, max(left, 0)))
-    raise TimedOut(*where, f"rank 0 to answer there within {timeout:g} s, the timeout; {why}")
+    raise RankTimeoutError(*where, f"rank 0 to answer there within {timeout:g} s, the timeout; {why}")
 
 
 @dataclass
@@ -172,7 +175,7 @@ class _TokenExchange:
             elif missing and time.monotonic() > self.deadline:
                 late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
                 expected = f"{self.world_size} ranks within that time; {late} not come"
-                error = TimedOut("timeout", f"{self.timeout:g}", expected)
+                error = RankTimeoutError("timeout", f"{self.timeout:g}", expected)
         self.store.set(f"outcome/{token}", pickle.dumps(error))  # type: ignore[arg-type]
         if error is not None:
             time.sleep(GRACE)
@@ -200,7 +203,7 @@ class _TokenExchange:
     def _wait(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             expected = "an answer of rank 0 within that time; it has not come, or has all its ranks"
-            raise TimedOut("timeout", f"{self.timeout:g}", expected)
+            raise RankTimeoutError("timeout", f"{self.timeout:g}", expected)
         time.sleep(POLL_INTERVAL)
 
     def _twice(self, rank: int) -> str:

@@ -20,7 +20,7 @@ from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, fewest_rows, mean_over_rows, part, rows, spans
 
 
-class NotFinite(BadInput, OverflowError):
+class NotFiniteError(BadInput, OverflowError):
     """Gradients that are not finite have no exact sum."""
 
 
@@ -151,7 +151,7 @@ class ShardedTraining:
             parameters = dict(zip(total.names, total.parameters, strict=True))
             if flawed := [name for name in total.flawed_names() if parameters[name] not in frozen]:
                 expected = f"finite gradients; that of {', '.join(flawed[:3])} is not"
-                raise NotFinite("exact", self.shards, expected)
+                raise NotFiniteError("exact", self.shards, expected)
             gradients |= zip(total.parameters, total.divide(self._weight(self._global_rows)), strict=True)
         return {p: None if p in frozen else gradient for p, gradient in gradients.items()}
 

@@ -24,8 +24,8 @@ from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.sources import flat
 from lit_modules import nets, objectives
-from strategies.base.rendezvous import TimedOut
-from strategies.exact.training import NotFinite
+from strategies.base.rendezvous import RankTimeoutError
+from strategies.exact.training import NotFiniteError
 from tests import freeze
 
 IMAGES = {"input_shape": (1, 8, 8), "num_classes": 10}
@@ -486,12 +486,11 @@ def raised(error):
     (OSError(errno.ENOSPC, "No space left on device", "runs/x"),
      "no space left on the disk: runs/x; what was finished is kept"),
     (PermissionError(errno.EACCES, "Permission denied", "/x"), "Permission denied: /x"),
-    (TimedOut("timeout", 5, "rank 1"), "--trainer.strategy.timeout 5: expected rank 1"),
-    (NotFinite("exact", 8, "less"), "--exact 8: expected less"),
-    (BadInput("tokens", (0,), "prompts of a token or more"), "tokens (0,): expected prompts of a token or more"),
+    (RankTimeoutError("timeout", 5, "rank 1"), "--timeout 5: expected rank 1"),
+    (NotFiniteError("exact", 8, "less"), "--exact 8: expected less"),
     (raised(BadInput("data.root", 2, "3")), "--data.root 2: expected 3"),
-    (raised(TimedOut("timeout", 5, "rank 1")), "--trainer.strategy.timeout 5: expected rank 1"),
-    (raised(NotFinite("exact", 8, "less")), "--exact 8: expected less"),
+    (raised(RankTimeoutError("timeout", 5, "rank 1")), "--timeout 5: expected rank 1"),
+    (raised(NotFiniteError("exact", 8, "less")), "--exact 8: expected less"),
     (raised(ConnectionError("rank 1 has gone")), "rank 1 has gone"),
     (ProcessExitedException("", 1, 4321, -9, "SIGKILL"), f"rank 1 was killed by SIGKILL; {GO_ON}"),
     (ProcessExitedException("", 1, 4321, 3), f"rank 1 ended with exit code 3; {GO_ON}"),
@@ -544,13 +543,15 @@ def test_our_own_mistakes_keep_their_traceback(kd, error):
 @pytest.mark.parametrize("where", [lambda error: error, raised], ids=["here", "in a rank"])
 @pytest.mark.parametrize(("name", "flag"), [
     ("batch_size", "--data.batch_size"), ("data.batch_size", "--data.batch_size"), ("train_size", "--data.train_size"),
-    ("only", "--only"), ("exact", "--exact"), ("devices", "--trainer.devices"), ("timeout", "--trainer.strategy.timeout"),
-    ("start_method", "--trainer.strategy.start_method"),
+    ("only", "--only"), ("exact", "--exact"), ("devices", "--trainer.devices"),
+    ("timeout", "--trainer.strategy.timeout"), ("start_method", "--trainer.strategy.start_method"),
     ("ce_weight", "ce_weight"), ("depth", "depth"),  # of which variant, and of which net, nobody knows
+    ("tokens", "tokens"),  # of a call
 ])  # fmt: skip
 def test_an_option_that_is_refused_when_it_is_used_is_told_by_its_flag(kd, refusal, where, name, flag):
-    parse(kd, "--teacher ResNet --teacher.depth 8 --student ResNet --trainer.strategy ddp --trainer.strategy.timeout 5")
-    assert refusal(failing(where(BadInput(name, 3, "more")), kd)) == f"{flag} 3: expected more"
+    for strategy in ("", " --trainer.strategy ddp --trainer.strategy.timeout 5"):
+        parse(kd, f"--teacher ResNet --teacher.depth 8 --student ResNet{strategy}")
+        assert refusal(failing(where(BadInput(name, 3, "more")), kd)) == f"{flag} 3: expected more"
 
 
 # Other experiments
