@@ -141,11 +141,10 @@ class Parser:
         """
         put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
-        layers = [self._expand_mappings(settings) for settings in layers]
         if "help" in bare:
             sys.stdout.write(self._help(layers))
             raise SystemExit(0)
-        early = merge(layers, self._is_same_class)
+        early = self._merge(layers)
         with as_written(early):
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
@@ -154,7 +153,7 @@ class Parser:
         added = [settings for option, value, settings in self._recipes if vars(options)[option] == value]
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
-        settings = merge([start, *added, *layers], self._is_same_class)
+        settings = self._merge([start, *added, *layers])
         with as_written(settings):
             config = self._config(settings)
             self._check(config)
@@ -190,6 +189,9 @@ class Parser:
         """Return what a flag chooses from, if it chooses."""
         key = flag.rpartition(".")[0]
         return self.classes.get(key if key in self.entries and self.entries[key].named else flag)
+
+    def _merge(self, layers: Sequence[Layer]) -> Layer:
+        return merge([self._expand_mappings(settings) for settings in layers], self._is_same_class)
 
     def _expand_mappings(self, settings: Layer) -> Layer:
         """Replace a choice that is written as a mapping in YAML by the flags for which it stands."""
@@ -318,7 +320,7 @@ class Parser:
 
     def _help(self, layers: Sequence[Layer]) -> str:
         try:
-            resolver = self._resolve(merge([self._defaults, *layers], self._is_same_class))[0]
+            resolver = self._resolve(self._merge([self._defaults, *layers]))[0]
         except BadInput:
             resolver = self._resolve(self._defaults)[0]
         return usage.text(self, resolver.flags)

@@ -274,8 +274,9 @@ def test_help(kd, capsys):
     assert re.search(r"--trainer.gradient_clip_val null +The value at which to clip gradients\n", text)
     assert len(text.splitlines()) < 210
     assert max(map(len, text.splitlines())) <= 120
-    with pytest.raises(SystemExit):
-        parse(kd, "-h --teacher NoSuch")  # still helps
+    for wrong in ("--teacher NoSuch", "--data '{x'"):  # still helps
+        with pytest.raises(SystemExit):
+            parse(kd, f"-h {wrong}")
 
 
 # What is made of it

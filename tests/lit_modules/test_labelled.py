@@ -1,6 +1,7 @@
 """Students that see some labels only: a term of labels is a mean over the labelled rows of the global batch."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,7 @@ def test_an_epochs_figures_are_means_over_labelled_samples(make: Callable[[], An
     made, data = without_dropout(make()), digits(**FEW)
     start, prefix = weights(made), "ce/" * isinstance(made, Distillation)
 
-    def still(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    made.make_optimizer = still
+    made.make_optimizer = partial(torch.optim.SGD, lr=0.0)
     logger = LinesLogger(tmp_path / "lines")
     fit(made, data, logger=logger, log_every_n_steps=1, max_epochs=1)
     assert_same(start, weights(made))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,11 +243,8 @@ def test_ranks_and_micro_batches_are_one(place: str, size: int, batches: int, ki
 
 
 def test_an_epochs_figures_are_means_over_its_tokens(tmp_path: Any) -> None:
-    def still(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
     logger, net = LinesLogger(tmp_path / "lines"), gpt(V, T, tie_weights=False)
-    made = LitClassifier(net, V, optimizer=still, task=Tokens())
+    made = LitClassifier(net, V, optimizer=partial(torch.optim.SGD, lr=0.0), task=Tokens())
     fit(made, Masked(4), logger=logger, log_every_n_steps=1, max_epochs=1)  # type: ignore[arg-type]
     tokens, labels = texts(ROWS, 3)
     expected = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED).item()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import SGD, Muon
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
@@ -16,29 +16,29 @@ from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.objectives import CrossEntropy, Hinton
-from tests.callbacks import SaveAndStop
+from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
-from tests.training import SHAPE, LinesLogger, assert_same, digits, distillation, fit, net, on, trainer, weights
+from tests.training import SHAPE, LinesLogger, assert_same, digits, distil, distillation, fit, net, on, trainer, weights
 from tests.training import digits as data
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 sgd = partial(SGD, lr=0.1, momentum=0.9)
 
 
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        group = optimizer.param_groups[0]
-        self.seen.append((group["lr"], group["momentum"]))
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]]
 
 
-def by_hand(make: Make, steps: int, every: int = 1) -> list[tuple[float, float]]:
+def rates(folder: Path) -> Notes:
+    """Notes the learning rate and momentum of each step."""
+    return Notes(folder / "rates", lambda trainer, _: rates_of(trainer.optimizers[0]), "on_before_optimizer_step")
+
+
+def by_hand(make: Make, steps: int, every: int = 1) -> list[list[float]]:
     optimizer = sgd([nn.Parameter(torch.zeros(1))])
-    scheduler, seen = make(optimizer), list[tuple[float, float]]()
+    scheduler, seen = make(optimizer), list[list[float]]()
     for step in range(steps):
-        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        seen.append(rates_of(optimizer))
         optimizer.step()
         if not (step + 1) % every:
             scheduler.step()
@@ -54,31 +54,30 @@ CYCLES: dict[str, Make] = {
 @pytest.mark.parametrize("module", [LitClassifier, Distillation])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", CYCLES)
-def test_a_cycle_counts_the_optimizers_steps(name: str, accumulate: int, module: type) -> None:
+def test_a_cycle_counts_the_optimizers_steps(name: str, accumulate: int, module: type, tmp_path: Path) -> None:
     """Of 3 batches an epoch, 2 steps where they are accumulated."""
     options: Any = {"optimizer": sgd, "scheduler": CYCLES[name]}
-    students: Any = {"ce": (net(), CrossEntropy()), "kd": (net(), Hinton())}
-    made = LitClassifier(net(), **options) if module is LitClassifier else None
-    rates, epochs = Rates(), 4 if accumulate == 1 else 6
-    made = made or Distillation(net(seed=1), students, input_shape=SHAPE, **options)
-    fit(made, digits(), max_epochs=epochs, callbacks=[rates], accumulate_grad_batches=accumulate)
-    assert rates.seen == by_hand(CYCLES[name], 12)
+    made: Any = LitClassifier(net(), **options) if module is LitClassifier else None
+    made = made or distil({"ce": CrossEntropy(), "kd": Hinton()}, **options)
+    notes, epochs = rates(tmp_path), 4 if accumulate == 1 else 6
+    fit(made, digits(), max_epochs=epochs, callbacks=[notes], accumulate_grad_batches=accumulate)
+    assert notes.of_ranks()[0] == by_hand(CYCLES[name], 12)
 
 
-def test_others_count_epochs() -> None:
-    make, rates = partial(StepLR, step_size=1, gamma=0.5), Rates()
-    fit(LitClassifier(net(), optimizer=sgd, scheduler=make), digits(), callbacks=[rates])
-    assert rates.seen == by_hand(make, 6, every=3)
+def test_others_count_epochs(tmp_path: Path) -> None:
+    make, notes = partial(StepLR, step_size=1, gamma=0.5), rates(tmp_path)
+    fit(LitClassifier(net(), optimizer=sgd, scheduler=make), digits(), callbacks=[notes])
+    assert notes.of_ranks()[0] == by_hand(make, 6, every=3)
 
 
 def test_a_cycle_is_resumed_in_the_middle(tmp_path: Path) -> None:
     def made() -> LitClassifier:
         return LitClassifier(net(), optimizer=sgd, scheduler=CYCLES["one cycle"])
 
-    path, rates, resumed = tmp_path / "half.ckpt", Rates(), made()
+    path, notes, resumed = tmp_path / "half.ckpt", rates(tmp_path), made()
     whole = fit(made(), digits(), max_epochs=4, callbacks=[SaveAndStop(path, 7, stop=False)])
-    trainer(max_epochs=4, callbacks=[rates]).fit(resumed, digits(), ckpt_path=path, weights_only=False)
-    assert rates.seen == by_hand(CYCLES["one cycle"], 12)[7:]
+    trainer(max_epochs=4, callbacks=[notes]).fit(resumed, digits(), ckpt_path=path, weights_only=False)
+    assert notes.of_ranks()[0] == by_hand(CYCLES["one cycle"], 12)[7:]
     assert_same(weights(whole), weights(resumed))
 
 
@@ -111,14 +110,10 @@ TAG = "{}/train/grad_2.0_norm_total"
 NAMES = ("ce", "cosine")
 
 
-class Norms(Callback):
-    def __init__(self) -> None:
-        self.found: dict[str, list[float]] = {name: [] for name in NAMES}
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        for name in NAMES:
-            gradients = [p.grad.flatten().double() for p in pl_module.students[name].parameters()]
-            self.found[name].append(float(torch.cat(gradients).norm()))
+def norms(_trainer: Any, module: Any) -> dict[str, float]:
+    """Those of the students before the module's own hook computes them."""
+    gradients = {name: [p.grad.flatten().double() for p in module.students[name].parameters()] for name in NAMES}
+    return {name: float(torch.cat(parts).norm()) for name, parts in gradients.items()}
 
 
 def logged(path: Path, place: str = "auto 1", **kwargs: Any) -> tuple[dict[str, list[float]], LightningModule]:
@@ -129,10 +124,10 @@ def logged(path: Path, place: str = "auto 1", **kwargs: Any) -> tuple[dict[str, 
 
 
 def test_norms_are_those_before_clipping_and_move_no_bit(tmp_path: Path) -> None:
-    norms = Norms()
-    found, module = logged(tmp_path / "log", callbacks=[norms])
+    notes = Notes(tmp_path / "norms", norms, "on_before_optimizer_step")
+    found, module = logged(tmp_path / "log", callbacks=[notes])
     for name in NAMES:
-        assert found[name] == pytest.approx(norms.found[name], rel=1e-6)
+        assert found[name] == pytest.approx([step[name] for step in notes.of_ranks()[0]], rel=1e-6)
         assert len(found[name]) == 6
         assert min(found[name]) > 0.01
     silent = fit(distillation([*NAMES]), data(), gradient_clip_val=0.01)

@@ -21,9 +21,8 @@ from harness.runs.session import Session
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, run
 from lit_modules.objectives import DeiTToken, Hint
-from strategies import DDP
 from tests.commands import results
-from tests.training import SHAPE, LinesLogger, assert_same, classifier, digits, fit, net, on, weights
+from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
 
 TINY: dict[str, Any] = {"embed_dim": 16, "num_layers": 2, "num_heads": 2}
 tiny = partial(ViT, **TINY)
@@ -153,24 +152,6 @@ def test_compiled_it_gives_eager_logits_and_gradients() -> None:
         logits.square().sum().backward()
         found.append({"logits": logits.detach(), **{name: p.grad for name, p in made.named_parameters()}})
     assert_same(found[0], found[1], atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
-@pytest.mark.parametrize("devices", [1, 2])
-def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
-    found = []
-    for compiled in (False, True):
-        logger = LinesLogger(tmp_path / str(compiled))
-        module = classifier(tiny, num_layers=1, dropout=0.1, distillation_token=True)
-        if compiled:  # what is traced is the same with any backend; this one needs no compiler
-            module.net.compile(dynamic=False, backend="aot_eager")
-        strategy = DDP(timeout=120) if devices > 1 else "auto"
-        options = {"logger": logger, "max_epochs": 1, "log_every_n_steps": 1}
-        fit(module, digits(train_size=108, batch_size=36), devices, strategy=strategy, **options)
-        found.append(logger.values("train/loss"))
-    assert len(found[0]) == 3
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 # Distilled by the command

@@ -49,6 +49,7 @@ from tests.training import (
 )
 
 STEPS = {"max_epochs": -1, "max_steps": 20, "log_every_n_steps": 1, "precision": "64-true"}
+sgd = functools.partial(torch.optim.SGD, lr=0.05)
 OPTIONS: dict[str, Any] = {
     "plain": {},
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
@@ -118,10 +119,6 @@ def test_zero1_cuts_the_optimizers_state(devices: int, tmp_path: Path) -> None:
     assert whole == pytest.approx(parameters, rel=0.01)  # but for the first layer, which sees one channel of three
     assert sum(found["ddp_zero1"]) == whole
     assert max(found["ddp_zero1"]) <= 1.1 * whole / devices
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)
 
 
 @pytest.mark.slow
