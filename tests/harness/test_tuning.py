@@ -142,7 +142,9 @@ OF_TEXT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "flags"), [("CountedDigits", TUNED), ("CountedText", OF_TEXT)])
+@pytest.mark.parametrize(("data", "flags"), [
+    ("CountedDigits", TUNED), pytest.param("CountedText", OF_TEXT, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
     data: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,12 +274,13 @@ PHASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("devices", mostly_slow([1, 2], 1))
-def test_killed_in_all_phases_it_ends_the_same(devices: int, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("devices", "every"), mostly_slow([(1, 4), (1, 1), (2, 1)], (1, 4)))
+def test_killed_in_all_phases_it_ends_the_same(devices: int, every: int, whole: Path, tmp_path: Path) -> None:
+    """In one run; of the phases only every fourth, or all."""
     out, ranks = tmp_path / "run", ["--trainer.devices", str(devices)]
     if devices > 1:
         whole = finished(tmp_path / "whole", *TUNED, *ranks)
-    for number, (owner, name, call, after, *since) in enumerate(PHASES.values()):
+    for number, (owner, name, call, after, *since) in enumerate([*PHASES.values()][every - 1 :: every]):
         arm = kill_at(owner, name, call, after, since=out / "tuning" / since[0] if since else None)
         start(out, *TUNED, *ranks, *(["--resume", "true"] if number else []), before=arm).check(-signal.SIGKILL)
     finished(out, "--resume", "true")
