@@ -113,15 +113,19 @@ class ImageData(InMemoryData):
         streamed = training and isinstance(self.split("train"), Streamed)  # workers have augmented these
         if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            batch = batch._replace(inputs=self.finish(batch.inputs, epoch, batch.index))
+            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
             if isinstance(batch.mixed, Partners):
-                second = self.finish(batch.mixed.inputs, epoch, batch.mixed.index)
+                second = self.augmented(batch.mixed.inputs, epoch, batch.mixed.index)
                 batch = batch._replace(mixed=batch.mixed._replace(inputs=second))
         batch = super().on_after_batch_transfer(batch, dataloader_idx)
         if training and isinstance(batch, Batch) and isinstance(batch.mixed, Partners):
             second = self.normalize(batch.mixed.inputs, batch.inputs.dtype)
             batch = self.mixing(batch._replace(mixed=batch.mixed._replace(inputs=second)), self.order_seed)
         return batch
+
+    def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
+        """Augment stored images (B, C, H, W) for an epoch; `index` (B,) has their places in the data set."""
+        return self.finish(images, epoch, index)
 
     @property
     def finish(self) -> Finish:

@@ -76,7 +76,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert run.wait(3 + 35 + 5) == 2  # some seconds until it hangs
     lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
     expected = "expected every rank to come within that time; rank 1 kept the others waiting"
-    assert lines == [f"error: --trainer.strategy.timeout 3: {expected}"]
+    assert lines == [f"error: --timeout 3: {expected}"]
 
 
 class StopsAlone(Callback):
