@@ -23,6 +23,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, ResNet
 from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective
 from strategies import DDP
+from tests import waiting
 
 VARIANTS: dict[str, type[Objective]] = {"ce": CrossEntropy, "kd": Hinton, "cosine": Cosine, "hint": Hint}
 SHAPE = (1, 8, 8)
@@ -105,7 +106,9 @@ def fit(module: LightningModule, data: Digits, devices: int = 1, **kwargs: Any) 
     """The module, fitted; no process is left."""
     with quiet():
         trainer(devices, **kwargs).fit(module, data)
-    assert not multiprocessing.active_children()
+    # A worker that has been told to end may take a moment.
+    pids = [child.pid for child in multiprocessing.active_children() if child.pid]
+    assert waiting.wait(lambda: not multiprocessing.active_children(), lambda: pids, 10)
     return module
 
 
