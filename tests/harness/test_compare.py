@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
 from lit_modules.tasks import BITS
 from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -41,10 +45,13 @@ def rows(*folders):
     return {row["name"]: row for row in found.to_json()["rows"]}, found.notes
 
 
-def test_end_to_end(runs, tmp_path, capsys):
-    runs("t4"), runs("t8")
-    main(["t4", "--out", "both", "t8"])
-    shown = capsys.readouterr().out
+def test_end_to_end(runs, tmp_path):
+    for name in ("t4", "t8"):
+        runs(name)
+    command = [sys.executable, "-W", "error", ROOT / "experiments" / "compare.py", "t4", "--out", "both", "t8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = done.stdout
     lines = [line.split("  ")[0] for line in shown.partition("\n\n")[0].splitlines()]
     assert lines[2:] == ["t4/ce", "t4/kd", "t4/hint", "t8/ce", "t8/kd", "t8/hint"]
     assert "Saved report.html, compare.md, .png and .json in both" in shown
@@ -295,9 +302,24 @@ ce: CrossEntropy
 t4/kd and ce/kd: Hinton(temperature=2.0)
 t8/kd: Hinton(temperature=8.0)
 hint: Hinton(temperature=2)""")
-    page = markdown(found)
-    assert "\n\nSettings:\n\n- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer " in page
-    assert page.endswith("- hint: Hinton(temperature=2)\n\n![accuracy](compare.png)\n")
+    assert markdown(found).endswith("""\
+
+Settings:
+
+- all runs: data Digits(batch_size=128, seed=0, root=a); optimizer Adam(lr=0.001)
+- t4: trainer.max_epochs 10
+- ce: trainer.max_epochs 20
+- t8: trainer.max_epochs 20
+
+Objectives:
+
+- ce: CrossEntropy
+- t4/kd and ce/kd: Hinton(temperature=2.0)
+- t8/kd: Hinton(temperature=8.0)
+- hint: Hinton(temperature=2)
+
+![accuracy](compare.png)
+""")
 
 
 # Runs of gpt.py

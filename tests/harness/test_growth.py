@@ -154,7 +154,10 @@ def test_nets_that_are_missing_are_trained_again_to_the_same(run: Path, begun: P
 
 
 WAYS = {
-    "seed3/students.ckpt": ([0, 1, 2, 3], "starts again, as the folder has no checkpoint of it; the result is the sa"),
+    "seed3/students.ckpt": (
+        [0, 1, 2, 3],
+        "starts again, as the folder has no checkpoint of it; the result is the same",
+    ),
     None: ([2, 3], "goes on"),
 }
 
@@ -173,7 +176,7 @@ def test_with_more_epochs_students_are_those_of_a_run_with_the_teachers(
     before = kept(run, "ce", "hint", "students.json", "students.ckpt")
     grown(run, *MORE_EPOCHS)
     assert list(dict.fromkeys(started)) == epochs
-    assert f"seed 3 students: from 2 to 4 epochs; {said}" in capsys.readouterr().out
+    assert f"seed 3 students: from 2 to 4 epochs; {said}\n" in capsys.readouterr().out
     after = kept(run)
     assert {path: after[path] for path in before} == before
     assert_same_students(run, long, "seed3/ce", "seed3/hint")
@@ -293,12 +296,19 @@ def test_an_exact_run_grows_on_other_numbers_of_processes(tmp_path: Path) -> Non
 # Refused
 
 
-def test_what_can_not_be_trained_is_refused_and_changes_nothing(begun: Path, refusal: Refusal) -> None:
-    """What does not grow: tests/frozen/wrong_inputs.yaml."""
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--seeds", "[5]"], "--seeds [5]: expected [3] or more, as the run in"),
+    (["--trainer.max_epochs", "1"], "--trainer.max_epochs 1: expected 2 or more, as the run in"),
+    (["--scheduler.step_size", "2", *MORE_EPOCHS], "--scheduler.step_size 2: expected 1, as the run"),
+    (NEW[len(MORE) :], "--variants.new Hinton: expected new in --only, too: the run in"),
+    ([*MORE, "--variants.new", "Hint", "--variants.new.student_layer", "x"],
+     "--variants.new.student_layer x: expected"),
+], ids=["seed", "epochs", "rate", "list", "student"])  # fmt: skip
+def test_what_does_not_grow_is_refused_and_changes_nothing(
+    flags: list[str], said: str, begun: Path, refusal: Refusal
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in begun.rglob("*") if path.is_file()}
-    flags = [*MORE, "--variants.new", "Hint", "--variants.new.student_layer", "x"]
-    line = refusal(kd.main, "--out", begun, "--resume", "true", *flags)
-    assert line.startswith("--variants.new.student_layer x: expected")
+    assert refusal(kd.main, "--out", begun, "--resume", "true", *flags).startswith(said)
     assert {path: path.stat().st_mtime_ns for path in begun.rglob("*") if path.is_file()} == before
 
 
