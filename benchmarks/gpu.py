@@ -278,6 +278,7 @@ def head(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    start.loaded()
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -299,4 +300,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

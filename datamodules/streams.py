@@ -39,7 +39,12 @@ class Streamed:
         return rank
 
     def read(self, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0) -> Iterator[Split]:
-        """Read samples with augmented inputs; `batches` are their places (k,). RuntimeError if a worker died."""
+        """Read samples with augmented inputs; `batches` are their places (k,).
+
+        Raises:
+            BadInput: as the source.
+            RuntimeError: a worker died.
+        """
         workers = max(1, cores() // self.sharing) if self.workers is None else self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores

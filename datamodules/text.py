@@ -76,7 +76,11 @@ def _text(codes: np.ndarray) -> str:
 
 
 class Subwords:
-    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`."""
+    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
+
+    Raises:
+        BadInput: it can't be had.
+    """
 
     def __init__(self, name: str) -> None:
         need("transformers", "transformers")

@@ -61,21 +61,32 @@ def loaded() -> None:
 def run(main: Callable[[], None]) -> None:
     """Run a script's main and end the process with its exit code.
 
-    Threads are joined and exit functions run; Python does not take apart what was imported, which takes two seconds.
+    Threads are joined and exit functions run; Python does not take apart what was imported, which takes two seconds. It
+    does after an error, and where a profiler, a debugger or an interactive interpreter goes on after the script.
     """
     code: Any = 0
     try:
         main()
     except SystemExit as end:
-        if isinstance(end.code, str):  # Python prints it
+        if isinstance(end.code, str) or _is_watched():  # Python prints a text
             raise
         code = end.code
+    finally:
+        gc.unfreeze()  # extensions would call what is frozen at the end a leak
+    if _is_watched():
+        return
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads, or it is closed
             stream.flush()
     os._exit(code or 0)
+
+
+def _is_watched() -> bool:
+    if sys.version_info >= (3, 12) and any(map(sys.monitoring.get_tool, range(6))):
+        return True
+    return bool(sys.flags.inspect or sys.getprofile() or sys.gettrace())
 
 
 @contextmanager

@@ -243,9 +243,14 @@ class Learner(RunMetrics):
     def on_before_backward(self, loss: Tensor) -> None:
         """Weigh the gradients of an accumulated batch of texts by its tokens, over those of the first batch."""
         if self.trainer.accumulate_grad_batches > 1 and loss.requires_grad and any(self._accumulated):
-            weight = self._accumulated[-1] / next(filter(None, self._accumulated))
+            weight = self._accumulated[-1] / self._first_counted
             if weight != 1:
                 loss.register_hook(lambda gradient: gradient * weight)
+
+    @property
+    def _first_counted(self) -> float:
+        """Tokens of the first accumulated batch that has any."""
+        return next(filter(None, self._accumulated))
 
     def _divide_accumulated(self) -> None:
         """Make the accumulated gradients of texts those of the mean over all of their tokens.
@@ -254,7 +259,7 @@ class Learner(RunMetrics):
         Those of samples stay so, as in torch's usual loop.
         """
         batches, total = self.trainer.accumulate_grad_batches, sum(self._accumulated)
-        factor = batches * next(filter(None, self._accumulated)) / total if total and batches > 1 else 1.0
+        factor = batches * self._first_counted / total if total and batches > 1 else 1.0
         self._accumulated.clear()
         if factor != 1:
             for p in self._parameters_of(self.runs):

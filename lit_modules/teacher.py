@@ -64,6 +64,12 @@ class TeacherCache:
     Attributes:
         outputs: by the sample's index; None if they are not stored.
         max_bytes: how many they may take on a rank.
+
+    Args:
+        teacher: the net, before a strategy shards it.
+        max_mb: MiB that they may take on a rank.
+        folder: where they are kept for other runs; None if nowhere.
+        tell: prints a line, on one rank.
     """
 
     def __init__(

@@ -148,6 +148,8 @@ class DDP(Exact, AveragesGradients):
         self._unplaced = [split for split in self._splits if split.devices is None]
         self._split_devices = next((split.devices for split in self._splits), None)
         self.undo.callback(setattr, self, "_split_devices", None)
+        self.undo.callback(self._splits.clear)
+        self.undo.callback(self._unplaced.clear)
         if self._unplaced:
             assert self.parallel_devices is not None
             sizes = sorted({split.num_stages for split in self._unplaced})

@@ -71,7 +71,9 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
 def one_line(error: BaseException, parser: "Parser | None" = None, process: str = "this process") -> str | None:
     """Return the message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
     if isinstance(error, ProcessRaisedException):
-        return one_line(error.__cause__, parser, f"rank {error.error_index}") if error.__cause__ else None
+        # An error that could not be sent, for want of memory or disk, is known by torch's text alone.
+        cause = error.__cause__ or RuntimeError(str(error))
+        return one_line(cause, parser, f"rank {error.error_index}")
     if lost := _lost(error, process):
         return f"{lost}; {GOES_ON}"
     if isinstance(error, BadInput):

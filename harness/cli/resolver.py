@@ -65,7 +65,7 @@ class Resolver:
             positions = [str(i) for i in range(len(name))]
             self._find_unknown(key, positions, lambda _: f"a position from 0 to {len(name) - 1} after {key}")
             for i, entry in enumerate(name):
-                if entry is None or isinstance(entry, list | bool):
+                if entry is None or isinstance(entry, list) or str(entry).lower() in {"true", "false"}:
                     raise BadInput(f"{key}.{i}", "null" if entry is None else entry, classes.expected())
                 self.settings = {**layer(entry, setting.source, f"{key}.{i}"), **self.settings}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]

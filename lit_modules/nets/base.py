@@ -153,13 +153,13 @@ def cast_inputs(net: nn.Module, inputs: Tensor) -> Tensor:
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
     """Inside, the net is in eval mode, without gradients; then its modules' modes are as before."""
-    modes = {module: module.training for module in net.modules()}
+    modes = [(module, module.training) for module in net.modules()]
     try:
         with torch.no_grad():
             net.eval()
             yield
     finally:
-        for module, mode in modes.items():
+        for module, mode in modes:
             module.training = mode
 
 

@@ -70,7 +70,11 @@ def _constructor_arguments(instance: Recorded, frame: FrameType | None) -> dict[
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs."""
+    """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs.
+
+    Raises:
+        UnplainError: a value has no such form.
+    """
     if isinstance(value, Path | PLAIN):
         return str(value) if isinstance(value, Path) else value
     if isinstance(value, list | tuple):

@@ -4,9 +4,10 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from apprentice.errors import BadInput, reason
-from lit_modules.nets.base import Net, cast_inputs, evaluating, pipeline_stages
+from lit_modules.nets.base import Net, cast_inputs, conv_norm, evaluating, pipeline_stages
 from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, run
 
 
@@ -36,11 +37,10 @@ class ReusedClassifier(Net):
         body, _, maps = _cut(student, example, "student")
         _, classifier, teacher_maps = _cut(teacher, example, "teacher")
         size = min(maps[1], teacher_maps[1]), min(maps[2], teacher_maps[2])
-        pool = nn.Identity() if maps[1:] == size else nn.AdaptiveAvgPool2d(size)
-        self.body = nn.Sequential(*body, pool)
+        self.body = nn.Sequential(*body, _PoolTo(*size))
         inner, layers = teacher_maps[0] // 2, list[nn.Module]()
         for before, after, side in ((maps[0], inner, 1), (inner, inner, 3), (inner, teacher_maps[0], 1)):
-            layers += [nn.Conv2d(before, after, side, padding=side // 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [*conv_norm(before, after, side), nn.ReLU()]
         self.projector = nn.Sequential(*layers).to(next(student.parameters()))
         self.classifier = copy.deepcopy(nn.Sequential(*classifier)).requires_grad_(False).eval()
         try:
@@ -62,6 +62,17 @@ class ReusedClassifier(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         return [*self.body, self.projector, *self.classifier]
+
+
+class _PoolTo(nn.Module):
+    """Pools maps of another size; pooling to the same size would be a kernel that is not deterministic on GPUs."""
+
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__()
+        self.size = height, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, self.size) if x.shape[2:] != self.size else x
 
 
 def _cut(net: nn.Module, example: Tensor, flag: str) -> tuple[list[nn.Module], list[nn.Module], tuple[int, int, int]]:

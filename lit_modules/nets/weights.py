@@ -25,7 +25,11 @@ OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")  # i
 
 
 def read_weights(path: str, flag: str) -> dict[str, Tensor]:
-    """Read the one state dict in a user's file, bare or inside a checkpoint; BadInput if it has none, or two."""
+    """Read the state dict in a user's file: bare, or inside a checkpoint.
+
+    Raises:
+        BadInput: as `read_saved`; the file holds no state dict, two of them, or one of other than dense tensors.
+    """
     weights, sets = _read_set(path, flag)
     if sets:
         raise BadInput(

@@ -199,6 +199,10 @@ class DataParallel(DDPStrategy):
             self.accelerator.setup_device(self.root_device)
             self.setup_distributed()
 
+    def _kill_children(self) -> None:
+        if isinstance(self._launcher, ScriptLauncher):
+            self._launcher.kill_children()
+
     def setup_distributed(self) -> None:
         """Join the process group, unless this process has: see `rendezvous`."""
         reset_seed()
@@ -209,8 +213,7 @@ class DataParallel(DDPStrategy):
         try:
             store = self._rendezvous()
         except OSError as error:
-            if isinstance(self._launcher, ScriptLauncher):
-                self._launcher.kill_children()
+            self._kill_children()
             # Local rank 0 reports an error that all ranks find, where each rank knows which one it is.
             knows = not getattr(self.cluster_environment, "guesses", False)
             reported = isinstance(self._launcher, ScriptLauncher) and self.local_rank > 0 and knows
@@ -303,8 +306,7 @@ class DataParallel(DDPStrategy):
                 raise missing
             failures.raise_for_missing(self, exception)
         except (TimeoutError, ConnectionError, ValueError, SystemExit):
-            if isinstance(self._launcher, ScriptLauncher):
-                self._launcher.kill_children()
+            self._kill_children()
             if self.lightning_module is not None:  # Lightning's next calls, had this error not come in between
                 if (trainer := self.lightning_module._trainer) is not None:
                     for logger in trainer.loggers:

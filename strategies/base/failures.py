@@ -52,10 +52,10 @@ def send_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        sent = error
-        if isinstance(error, BadInput):  # its value may be a function, or a mesh
-            sent = BadInput(error.argument, str(error.value), error.expected)
         with contextlib.suppress(Exception):  # not every error can be pickled, and the disk may be full
+            sent: Exception = error
+            if isinstance(error, BadInput):  # its value may be a function, or a mesh
+                sent = type(error)(error.argument, str(error.value), error.expected)
             file.write_bytes(pickle.dumps(sent))
         raise
 

@@ -126,6 +126,7 @@ class Exact(DataParallel):
 
     plain_steps: ClassVar[type[PlainSteps]] = PlainSteps
     exact_steps: ClassVar[type[ExactSteps]] = ExactSteps
+    _has_trainer = False
 
     def __init__(self, *, exact: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -138,7 +139,7 @@ class Exact(DataParallel):
 
     @exact.setter
     def exact(self, shards: int | None) -> None:
-        if self._launcher is not None:
+        if self._has_trainer:
             raise BadInput("exact", shards, "it to be set before the Trainer is made")
         self.steps = self.plain_steps(self) if shards is None else self.exact_steps(self, shards)
 
@@ -149,6 +150,7 @@ class Exact(DataParallel):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        self._has_trainer = True
         if not self._needs_group:
             self._launcher = None
 

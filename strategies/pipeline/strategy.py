@@ -270,7 +270,8 @@ class PipelineStrategy(SharedReplica, Exact):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state, on rank zero; collective."""
-        return checkpoints.gather_states(super().optimizer_state(optimizer), self._group)
+        state = checkpoints.gather_states(super().optimizer_state(optimizer), self._group)
+        return state if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of this rank's parameters from the whole state."""

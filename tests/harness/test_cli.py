@@ -499,6 +499,8 @@ def raised(error):
     (raised(RuntimeError("CUDA error: out of memory\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")),
      f"rank 1 had no memory; {LESS}; {GO_ON}"),
     (raised(MemoryError()), f"rank 1 had no memory; {LESS}; {GO_ON}"),
+    (ProcessRaisedException("\nRuntimeError: can't allocate memory: you tried to allocate 400 bytes", 1, 1),
+     f"rank 1 had no memory for 400 bytes more; {LESS}; {GO_ON}"),  # it could not be sent
     (MemoryError(), f"this process had no memory; {LESS}; {GO_ON}"),
 ])  # fmt: skip
 def test_one_line(refusal, error, expected):

@@ -162,7 +162,17 @@ start.run(main)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout.split("\n")) == (code, ["main", "thread", "exit function", ""])
+    assert done.stderr.endswith({1: "KeyError\n"}.get(code, ""))
     assert bool(done.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(2)"])
+def test_a_profiler_writes_its_file_after_the_script(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from harness import start\n\ndef main():\n    print(1)\n    {end}\n\nstart.run(main)\n")
+    command = [sys.executable, "-m", "cProfile", "-o", tmp_path / "profile", script]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=not end)
+    assert (tmp_path / "profile").stat().st_size
 
 
 @pytest.mark.slow

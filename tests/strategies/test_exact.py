@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +22,7 @@ from harness.runs.quiet import quiet
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
 from strategies.exact.shards import bounds, part
+from strategies.exact.training import NotFiniteError
 from tests.callbacks import Notes
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
@@ -210,6 +212,14 @@ def test_a_gradient_stops_the_run_only_if_it_is_not_finite(slope: float, stops: 
     else:
         fit(module, digits(), strategy=DDP(exact=8), max_epochs=1, limit_val_batches=0)
         torch.testing.assert_close(module.steep.detach(), torch.full((2,), 1 - 3 * slope * 1e-9))
+
+
+def test_in_ranks_too_it_is_an_overflow_and_bad_input() -> None:
+    with pytest.raises(ProcessRaisedException) as raised:
+        fit(Steep(float("inf")), digits(), 2, strategy=DDP(exact=8))
+    fault = raised.value.__cause__
+    assert isinstance(fault, NotFiniteError)
+    assert (fault.argument, fault.value, isinstance(fault, OverflowError)) == ("exact", "8", True)
 
 
 class Nameless:

@@ -280,6 +280,9 @@ def test_exact_can_be_set_until_the_trainer_is_made() -> None:
     fit(module := classifier(), digits(), 2, strategy=strategy)
     fit(right := classifier(), digits(), 2, strategy=DDP(timeout=60, exact=4))
     assert_same(weights(module), weights(right), atol=0)
+    trainer(1, strategy=(one := DDP(exact=4)))
+    with pytest.raises(ValueError, match=r"^exact None: expected it to be set before the Trainer is made$"):
+        one.exact = None
     with pytest.raises(ValueError, match=r"^exact 2: expected it to be set before the Trainer is made$"):
         strategy.exact = 2
     with pytest.raises(AttributeError):
