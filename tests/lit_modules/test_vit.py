@@ -23,6 +23,7 @@ from lit_modules.nets import ViT, run
 from lit_modules.objectives import DeiTToken, Hint
 from strategies import DDP
 from tests.commands import results
+from tests.grids import mostly_slow
 from tests.lit_modules.test_language_model import SAME
 from tests.strategies.test_strategies import sgd
 from tests.training import SHAPE, assert_same, classifier, digits, fit, net, on, outcome, weights
@@ -144,14 +145,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
 def test_float64_agrees_with_one_process(place: str) -> None:
     plain = place == "local_sgd 2"  # averaged moments are not those of averaged gradients
     assert_same(ended(plain=plain), ended(place, plain), atol=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", COMPRESSED)
 def test_compressed_gradients_lead_near(place: str) -> None:
     right, near = ended(plain=True), ended(place, plain=True)
