@@ -14,13 +14,18 @@ def total(terms: Mapping[str, Term]) -> Tensor:
 
 
 def assert_equal(
-    ours: Tensor, theirs: Tensor, inputs: Tensor | Sequence[Tensor], rtol: float = 0.0, atol: float = 1e-12
+    ours: Tensor,
+    theirs: Tensor,
+    inputs: Tensor | Sequence[Tensor],
+    rtol: float = 0.0,
+    atol: float = 1e-12,
+    loss: Mapping[str, float] | None = None,
 ) -> None:
-    """Two losses, and their gradients by the inputs, which may be absent in both."""
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    """Two losses, and their gradients by the inputs, which may be absent in both; `loss` has tolerances of its own."""
+    torch.testing.assert_close(ours, theirs, **loss or {"rtol": rtol, "atol": atol})
     inputs = [inputs] if isinstance(inputs, Tensor) else inputs
     found, expected = (
-        torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True) for loss in (ours, theirs)
+        torch.autograd.grad(x.sum(), inputs, retain_graph=True, allow_unused=True) for x in (ours, theirs)
     )
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)

@@ -13,7 +13,9 @@ from datamodules import LabelledText, Shakespeare
 from experiments import kd
 from harness import cli
 from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
 from lit_modules.nets import RNNClassifier
+from lit_modules.objectives import Cosine, CrossEntropy, Hinton
 from tests.commands import bad_input
 from tests.training import LinesLogger, assert_same, fit, weights
 
@@ -138,6 +140,17 @@ def test_text_is_classified_alike_on_one_and_two_processes(data_root: Path, tmp_
     assert sum(one[-3:]) < sum(one[:3])
     assert one == pytest.approx(two, abs=1e-9, rel=0)
     assert_same(ended, other, atol=1e-9)
+
+
+@pytest.mark.real_data
+def test_text_classifiers_are_distilled(data_root: Path) -> None:
+    students = {"ce": (rnn(), CrossEntropy()), "kd": (rnn(), Hinton()), "cosine": (rnn(), Cosine())}
+    module = Distillation(rnn(1, hidden=24), students, input_shape=(24,), num_classes=4)
+    before = weights(module)
+    fit(module, shakespeare(data_root), max_epochs=1)
+    assert not module.failed
+    moved = {key.split(".")[1] for key, value in weights(module).items() if not torch.equal(value, before[key])}
+    assert moved >= set(students)
 
 
 def test_the_bake_off_takes_text_and_tells_nets_of_images_apart() -> None:

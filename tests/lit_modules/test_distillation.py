@@ -149,10 +149,25 @@ def test_a_student_that_fails_is_frozen_and_the_others_finish(devices: int, tmp_
         assert module.failed == {"bad": {"step": 4, "term": "poisoned"}}
 
 
-def test_teacher_outputs_stored_once_change_no_weight() -> None:  # how often it is asked: tests/harness/test_zoo.py
-    options: Any = {"max_epochs": 4, "precision": "64-true"}
-    stored, asked = (fit(distillation(**memory), digits(), **options) for memory in ({}, {"teacher_cache_mb": 0}))
-    assert_same(weights(stored), weights(asked), atol=1e-9)
+def test_teacher_outputs_stored_once_change_no_weight() -> None:
+    def run(augment: bool = False, **memory: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+        module, asked = distillation(**memory), []
+        module.teacher.register_forward_hook(lambda _net, images, _logits: asked.append(len(images[0])))
+        return weights(fit(module, digits(augment=augment), max_epochs=4, precision="64-true")), asked
+
+    (stored, once), (online, always) = run(), run(teacher_cache_mb=0)
+    assert (once, always) == ([37, 37, 27], [37, 37, 27] * 4)
+    assert_same(stored, online, atol=1e-9)
+    assert run(augment=True)[1] == always  # views differ: nothing is stored
+
+
+def test_teacher_outputs_beyond_their_memory_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, filled = distillation(["kd"]), []
+    monkeypatch.setattr(Distillation, "on_train_end", lambda self: filled.append(self.cache.outputs is not None))
+    for samples in (100, 101):  # there are 101, of ten float32 logits each
+        module.cache.max_bytes = samples * 10 * 4
+        fit(module, digits())
+    assert filled == [False, True]
 
 
 def test_several_objectives_of_one_kind_live_side_by_side() -> None:

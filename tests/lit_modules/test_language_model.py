@@ -1,6 +1,7 @@
 """A language model trains to the same numbers wherever it is trained."""
 
 import math
+import pickle
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -144,6 +145,14 @@ def test_noise_in_attentions_kernel_is_exact_under_exact_alone(tmp_path: Path) -
         assert_same(found["", 1][0], found["", 2][0], atol=1e-3)
 
 
+def test_an_exact_pipeline_refuses_noise_in_attentions_kernel(tmp_path: Path) -> None:
+    data = text(tmp_path)
+    with pytest.warns(UserWarning, match=NOISE):
+        noisy = language_model(data, tie_weights=False, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"exact 4: expected apprentice.keyed.Dropout in a pipeline; net.blocks.0.att"):
+        fit(noisy, data, **on("pipeline 2 exact 4"))
+
+
 def test_resumed_under_other_strategies_it_ends_the_same(alone: dict[bool, Outcome], tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     chain: list[Any] = [(FSDP(timeout=60), 2, 7), (PipelineStrategy(timeout=60), 2, 13), (DDP(), 1, 20)]
@@ -192,6 +201,18 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
         fit(module, data, devices, logger=logger, max_epochs=1, log_every_n_steps=1, **options)
         found.append(logger.values("train/loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tracing")
+def test_what_a_spawned_rank_receives_compiles_and_so_does_the_step_alone(tmp_path: Path) -> None:
+    data = text(tmp_path)
+    module = pickle.loads(pickle.dumps(language_model(data, compiled=True)))
+    module.on_fit_start()
+    assert module.net._compiled_call_impl is not None
+    batch = next(iter(data.train_dataloader()))
+    module.step_alone("", batch)().backward()
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 
 
 def test_scores_count_tokens(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ IMAGES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
         },
     ),
     "LightNN": (LightNN, {"stage1": (16, 16, 16), "stage2": (16, 8, 8), "pooled": (1024,), "default": (16, 8, 8)}),
-    "ResNet": (lambda: ResNet(14), {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "stage3.0": (64, 8, 8)}),
+    "ResNet": (
+        lambda: ResNet(14),
+        {"stage1": (16, 32, 32), "stage-1": (64, 8, 8), "stage3.0": (64, 8, 8), "pooled": (64,)},
+    ),
     "ViT": (ViT, {"stage1": (64, 8, 8), "stage-1": (64, 8, 8), "pooled": (64,), "default": (64, 8, 8)}),
     "resnet18": (
         Torchvision,

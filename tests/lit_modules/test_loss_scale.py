@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing import ProcessRaisedException
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +30,7 @@ from lit_modules.objectives import CrossEntropy, Objective, Term
 from strategies import DDP, FSDP, ZeRO1
 from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
+from tests.ranks import in_ranks
 from tests.strategies.test_fsdp import Foreign
 from tests.training import (
     VARIANTS,
@@ -210,6 +215,13 @@ def test_resumed_in_mid_epoch_is_as_if_uninterrupted(devices: int, tmp_path: Pat
     assert later_scales == {name: values[16:] for name, values in scales.items()}
 
 
+def test_a_checkpoint_without_scales_begins_with_new_ones() -> None:
+    module, saved = distillation(["ce"]), {"learner": {"train_sums": {}, "samples": 7, "failed": {}}}
+    module.on_load_checkpoint(saved)
+    module.loss_scales.take_over(half(), module.runs)
+    assert (module.samples, module.loss_scales.scalers["ce"].get_scale()) == (7, HUGE)
+
+
 # What goes with it, and what doesn't
 
 
@@ -267,6 +279,29 @@ def test_a_run_that_no_scale_can_help_has_failed(devices: int, scales: Scales) -
 
 
 # Any number of processes
+
+
+@in_ranks(2, backend="gloo")
+def test_ranks_decide_alike_on_gradients_that_they_share_or_not() -> None:
+    """Of gradients that are cut in two, a's is infinite on rank 1; b's are each rank's own, not a number on rank 0."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = {"a": [1.0, 2.0, torch.inf], "b": [1.0 if dist.get_rank() else torch.nan], "c": [1.0, 2.0, 3.0]}
+    scales, parameters = LossScales(), {}
+    scales.take_over(half(8.0), values)
+    for run, wanted in values.items():
+        gradient: Tensor = torch.tensor(wanted) * 8
+        gradient = gradient if run == "b" else distribute_tensor(gradient, mesh, [Shard(0)])
+        parameters[run] = nn.Parameter(torch.zeros_like(gradient))
+        parameters[run].grad = gradient
+        scales.scalers[run].scale(torch.ones(()))
+    with CommDebugMode() as messages:
+        overflowed = scales.unscale({run: [p] for run, p in parameters.items()}, torch.device("cpu"))
+    assert overflowed == ["a", "b"]
+    assert messages.get_total_counts() == 1
+    assert [scaler.get_scale() for scaler in scales.scalers.values()] == [4.0, 4.0, 8.0]
+    gradient = parameters["c"].grad
+    assert isinstance(gradient, DTensor)
+    assert gradient.full_tensor().tolist() == [1.0, 2.0, 3.0]
 
 
 def curves(module: Distillation, devices: int, path: Path, **kwargs: Any) -> dict[str, list[float]]:

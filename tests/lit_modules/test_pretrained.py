@@ -23,6 +23,7 @@ from lit_modules.nets.layers import heads
 from lit_modules.nets.recorded import rebuild, to_plain
 from lit_modules.nets.timm import _class_names
 from lit_modules.nets.weights import load_weights
+from tests.commands import Refusal
 from tests.processes import Run
 from tests.training import SHAPE, assert_same, digits, fit, trainer, weights
 
@@ -300,3 +301,10 @@ def test_a_teacher_with_a_new_head_is_probed_and_resumed(tmp_path: Path, monkeyp
 def stop_in_second_epoch(module: LitClassifier) -> None:
     if module.trainer.current_epoch == 1:
         raise RuntimeError("no power")
+
+
+def test_a_probe_without_epochs_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    torch.save(LightNN(SHAPE).state_dict(), tmp_path / "a.pt")
+    loaded = ["--teacher", "LightNN", "--teacher_ckpt", tmp_path / "a.pt"]
+    line = refusal(kd.main, *KD, "--teacher_head_only", "true", *loaded)
+    assert line.startswith("--teacher_head_only true: expected --teacher_ckpt FILE and --teacher_epochs N beside it")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import nn
 from torch.optim import Adam
@@ -30,6 +31,7 @@ from lit_modules.quantized import Quantized
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Formula
+from tests.ranks import in_ranks
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("one_thread")]
@@ -59,16 +61,21 @@ def inputs(rows: int = 16) -> torch.Tensor:
     return torch.randn(rows, *SHAPE, generator=torch.Generator().manual_seed(3))
 
 
+@functools.cache
+def trained(make: Callable[..., nn.Module], distil: bool, devices: int) -> dict[str, torch.Tensor]:
+    return weights(fit(module(make, distil).double(), digits(validation_size=40), devices, precision="64-true"))
+
+
+@pytest.mark.parametrize("devices", mostly_slow([2, 3], 3))
 @pytest.mark.parametrize(
     ("make", "distil"),
     [pytest.param(LightNN, True, marks=pytest.mark.slow), (SMALL, False)],
     ids=["LightNN distilled", "ResNet"],
 )
-def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool) -> None:
-    data = {"train_size": 74, "validation_size": 40}
-    one, three = (weights(fit(module(make, distil).double(), digits(**data), n, precision="64-true")) for n in (1, 3))
+def test_any_number_of_processes_trains_the_same_net(make: Any, distil: bool, devices: int) -> None:
+    one = trained(make, distil, 1)
     assert {"best.epoch", "best.correct"} < set(one)  # what is deployed comes back from the ranks, too
-    assert_same(three, one, TOLERANCE)
+    assert_same(trained(make, distil, devices), one, TOLERANCE)
 
 
 class Biased(nn.Module):
@@ -288,6 +295,19 @@ def test_scales_are_those_of_torchao(per_channel: bool) -> None:
         theirs(batch)
     for mine, other in zip(ours.calculate_qparams(), theirs.calculate_qparams(), strict=True):
         torch.testing.assert_close(mine, other.to(mine.dtype), rtol=1e-6, atol=0)
+
+
+@in_ranks(3, backend="gloo")
+def test_ranges_are_those_of_the_global_batch() -> None:
+    """One rank has no rows."""
+    batches, split, unseen = [inputs(8), 3 * inputs(8)], activation(), activation()
+    rows = [slice(0, 5), slice(5, 8), slice(8, 8)][dist.get_rank()]
+    for batch in batches:
+        split(batch[rows])
+    assert split.low == batches[0].min().lerp(batches[1].min(), 0.01)
+    assert split.high == batches[0].max().lerp(batches[1].max(), 0.01)
+    unseen.eval()(inputs(8))
+    assert unseen.low == torch.inf
 
 
 @pytest.mark.real_data

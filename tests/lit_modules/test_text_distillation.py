@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from experiments import compare, kd
 from harness.reports.results import load_results
 from harness.reports.uncertainty import conclude
 from harness.runs.nets import load_net
+from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
-from tests.commands import results
+from tests.commands import kill_at, lasting, results, start
 from tests.grids import mostly_slow
 from tests.language import gpt, text, written
+from tests.strategies.test_strategies import sgd
 from tests.training import LinesLogger, assert_same, fit, on, weights
 
 
@@ -50,7 +53,8 @@ def distillation(data: Text, *names: str, **options: Any) -> Distillation:
 def ended(folder: Path, place: str = "auto 1", names: tuple[str, ...] = (), **options: Any) -> LightningModule:
     """After two epochs, each of four batches of 13 and one of 3."""
     data = text(folder)
-    return fit(distillation(data, *names), data, **{"precision": "64-true"} | on(place) | options)
+    made = {"optimizer": options.pop("optimizer")} if "optimizer" in options else {}
+    return fit(distillation(data, *names, **made), data, **{"precision": "64-true"} | on(place) | options)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,12 @@ def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_pa
 def test_exact_bits_are_those_of_one_process(place: str, tmp_path: Path) -> None:
     one, other = (weights(ended(tmp_path, where, precision="32-true")) for where in ("ddp 1 exact 4", place))
     assert_same(one, other)
+
+
+@pytest.mark.slow
+def test_local_sgd_of_every_step_is_one_process_sgd(tmp_path: Path) -> None:
+    one, two = (ended(tmp_path, names=("js",), optimizer=sgd, **on(f"local_sgd {n}", period=1)) for n in (1, 2))
+    assert_same(weights(one), weights(two), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["js", "cosine"])
@@ -170,10 +180,10 @@ def test_an_exported_student_has_the_loss_of_the_table(finished: Path) -> None:
     for name, entry in results(finished)["students"].items():
         student = load_net(finished / "seed1" / name)
         losses = []
-        for start in range(0, 49, 8):  # each token but the first once, in blocks; the last overlaps the one before
-            first = min(start, 49 - 8)
+        for begin in range(0, 49, 8):  # each token but the first once, in blocks; the last overlaps the one before
+            first = min(begin, 49 - 8)
             log_p = student(tokens[None, first : first + 8]).double().log_softmax(-1)[0]
-            rows = range(start - first, 8)
+            rows = range(begin - first, 8)
             losses += [-log_p[row, tokens[first + row + 1]].item() for row in rows]
         assert len(losses) == 49
         assert sum(losses) / 49 == pytest.approx(entry["test_loss"][1], abs=1e-6)
@@ -229,6 +239,43 @@ def test_fewer_bits_are_better() -> None:
     said = conclude("ce", differences, BITS)
     assert "With 3 seeds, kd (-0.021) is better than ce" in said
     assert "t8 (+0.110) is worse than ce" in said
+
+
+UNTIED = ["--teacher.tie_weights", "false", "--student.tie_weights", "false", "--student.dropout", "0.1"]
+EXACT = ["--exact", "4", *UNTIED]
+
+
+def left(out: Path) -> tuple[Any, dict[str, bytes]]:
+    """The table without times, and the weights' files."""
+    facts = results(out)
+    rows = {"teacher": facts["teacher"], **facts["students"]}
+    return lasting(rows), {name: (out / "seed0" / name / "weights.pt").read_bytes() for name in rows}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, bytes]]:
+    folder = tmp_path_factory.mktemp("exact")
+    start(folder / "one", *flags(folder, *EXACT)).check()
+    return left(folder / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_exact_runs_leave_the_very_files_of_one_device(strategy: str, exact: Any, tmp_path: Path) -> None:
+    devices = ["--trainer.strategy", strategy, "--trainer.devices", "2"]
+    start(tmp_path / "run", *flags(tmp_path, *EXACT, *devices)).check()
+    assert left(tmp_path / "run") == exact
+    assert len(exact[1]) == 5
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_the_same(exact: Any, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arm = kill_at(SafePoints, "on_train_batch_start", 14, after=True)  # the teacher's fit has ten batches
+    start(out, *flags(tmp_path, *EXACT, "--checkpoint_every", "1e-9"), before=arm).check(-signal.SIGKILL)
+    assert (out / "seed0" / "students.ckpt").exists()
+    start(out, "--resume", "true", "--trainer.devices", "2").check()
+    assert left(out) == exact
 
 
 BIGRAMS = """
