@@ -173,7 +173,7 @@ def test_each_epoch_and_seed_has_its_own_order_and_noise() -> None:
 
 
 @pytest.mark.parametrize("make", [Mine, Plain])
-@pytest.mark.parametrize("replicas", [3, 40])
+@pytest.mark.parametrize("replicas", mostly_slow([2, 3, 40], 3, 40))
 def test_ranks_share_each_training_batch_and_evaluate_each_sample_once(make: Callable[[], Mine], replicas: int) -> None:
     if replicas <= 16:
         ranks = [seen(make(), "train", rank, replicas) for rank in range(replicas)]
@@ -238,33 +238,58 @@ def named(*names: str) -> DataLoader:
 USUAL = torch.zeros(8, 1, 8, 8), torch.arange(8) % 3
 IMAGE, LARGER, BOXES = torch.zeros(1, 8, 8), torch.zeros(1, 8, 9), {"boxes": torch.zeros(2, 4)}
 MORE_BOXES = {"boxes": torch.zeros(3, 4)}
+JOINED = "samples that can be joined, of one size; they can't: stack"
 A_CLASS = "labels (n,) of whole numbers, a class for each sample"
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "classes": (of(pairs(*USUAL), num_classes=None), "num_classes None: expected the number of classes, at least 2; M"),
-    "labels": (of(pairs(*USUAL), num_classes=2), "num_classes 2: expected labels from 0 to 1; the first batch has 0 t"),
+    "classes": (
+        of(pairs(*USUAL), num_classes=None),
+        "num_classes None: expected the number of classes, at least 2; Mine",
+    ),
+    "labels": (
+        of(pairs(*USUAL), num_classes=2),
+        "num_classes 2: expected labels from 0 to 1; the first batch has 0 to 2",
+    ),
     "two": (of([pairs(*USUAL)] * 2), "data Mine: expected one loader from train_dataloader(); it gives list"),
     "length": (of(DataLoader(Stream())), "data Mine: expected a loader with a length from train_dataloader()"),
-    "floats": (of(pairs(USUAL[0], torch.zeros(8))), "data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected ba"),
+    "floats": (
+        of(pairs(USUAL[0], torch.zeros(8))),
+        "data (4, 1, 8, 8) torch.float32, (4,) torch.float32: expected batches",
+    ),
     "dict": (of(DataLoader(Images(), collate_fn=lambda _: {"x": 1})), "data dict: expected batches of two tensors"),
     "sampler": (
         of(DataLoader(Images(), sampler=DistributedSampler(Images(), 2, 0))),
         "data Mine: expected a loader without a DistributedSampler from train_dataloader()",
     ),
     "none": (LightningDataModule(), "data LightningDataModule: expected a data module with train_dataloader()"),
-    "logit": (of(pairs(*USUAL), num_classes=1), "num_classes 1: expected the number of classes, at least 2, each with"),
-    "sizes": (of(samples((IMAGE, 0), (LARGER, 1))), "samples that can be joined, of one size; they can't: stack expec"),
-    "worker": (of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)), "they can't: stack expects each tensor to be equa"),
-    "boxes": (of(samples((IMAGE, BOXES), (IMAGE, MORE_BOXES))), "can be joined, of one size; they can't: stack"),
+    "logit": (
+        of(pairs(*USUAL), num_classes=1),
+        "num_classes 1: expected the number of classes, at least 2, each with a",
+    ),
+    "sizes": (of(samples((IMAGE, 0), (LARGER, 1))), f"{JOINED} expects"),
+    "worker": (
+        of(samples((IMAGE, 0), (LARGER, 1), num_workers=1)),
+        "they can't: stack expects each tensor to be equal size",
+    ),
+    "boxes": (of(samples((IMAGE, BOXES), (IMAGE, MORE_BOXES))), JOINED),
     "box": (of(samples((IMAGE, BOXES))), A_CLASS),
     "map": (of(samples((IMAGE, IMAGE))), A_CLASS),
     "several": (of(samples((IMAGE, torch.tensor([0, 1])))), A_CLASS),
     "regression": (of(samples((IMAGE, 0.5))), A_CLASS),
     "picture": (of(samples((Image.new("L", (8, 8)), 0))), "they can't: default_collate: batch must contain tensors"),
-    "uint8": (of(samples((IMAGE.byte(), 0))), "floats, as ToTensor makes them; train_dataloader() gives uint8"),
-    "dropped": (of(samples((IMAGE, 0), drop_last=True)), "Mine: expected a batch or more from train_dataloader()"),
-    "validation": (of(samples((LARGER, 0))), "of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)"),
+    "uint8": (
+        of(samples((IMAGE.byte(), 0))),
+        "images of floats, as ToTensor makes them; train_dataloader() gives uint8",
+    ),
+    "dropped": (
+        of(samples((IMAGE, 0), drop_last=True)),
+        "data Mine: expected a batch or more from train_dataloader()",
+    ),
+    "validation": (
+        of(samples((LARGER, 0))),
+        "first batch of val_dataloader() has (1, 8, 8), and the first of training (1, 8, 9)",
+    ),
     "names": (
         of(named(*"abc"), test_dataloader=lambda: named(*"bac")),
         "data sets with the same classes in the same order; test has b, a, c and train a, b, c",

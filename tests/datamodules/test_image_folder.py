@@ -239,7 +239,9 @@ def test_names_not_in_utf8_are_refused_at_once(root: Path, tmp_path: Path, capsy
         (root / part / "cat").rename(root / part / os.fsdecode(b"caf\xe9"))
     (root / "train" / os.fsdecode(b"caf\xe9") / "notes.txt").unlink()
     (root / "train" / ".cache").rmdir()
-    refused(kd.main, flags, "--data ImageFolder: expected", "classes named in UTF-8; b'caf\\xe9' is", tmp_path, capsys)
+    refused(
+        kd.main, flags, "--data ImageFolder: expected", "classes named in UTF-8; b'caf\\xe9' is not", tmp_path, capsys
+    )
     flags[-1] = str(tmp_path / os.fsdecode(b"caf\xe9"))
     refused(kd.main, flags, "--data.root b'", "caf\\xe9': expected text in UTF-8", tmp_path, capsys)
 
@@ -251,7 +253,8 @@ def remove(root: Path, *patterns: str) -> None:
 
 EXPECTED, DOG = "expected images (.jpg, ", "train/dog/3.png"
 UNREADABLE = "data.root {}/train/dog/3.png: expected an image that can be read ("
-FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done, and how the line begins and ends
+OF_ONE_SIZE = "data.image_size None: expected a size to bring all images to"
+FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done; how the line begins and ends
     "one class": (
         lambda root: remove(root, "*/dog"), "data.root {}: expected at least 2 classes; there is one, cat", "",
     ),
@@ -279,8 +282,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done, a
     "truncated": (lambda root: (root / DOG).write_bytes((root / DOG).read_bytes()[:150]), UNREADABLE, ")"),
     "another size": (
         lambda root: picture(root / "test" / "dog" / "2.png", 0, size=(9, 10)),
-        "data.image_size None: expected a size to bring all images to, as ",
-        "as {}/test/dog/2.png is 9x10 and {}/train/cat/0.png is 12x10",
+        f"{OF_ONE_SIZE}, as {{}}/test/dog/2.png is 9x10 and {{}}/train/cat/0.png is 12x10", "",
     ),
 }  # fmt: skip
 
@@ -291,7 +293,7 @@ def test_what_is_no_folder_of_images_is_refused(root: Path, fault: str) -> None:
     act(root)
     message = refuse(ImageFolder(root))
     assert message.startswith(begins.format(root, root))
-    assert message.endswith(ends.format(root, root))
+    assert message.endswith(ends.format(root, root)) if ends else message == begins.format(root, root)
 
 
 def test_what_would_not_fit_is_refused_before_decoding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

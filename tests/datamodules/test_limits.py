@@ -18,6 +18,7 @@ from harness.runs.quiet import quiet
 from harness.studies.compare import compare, load_runs
 from strategies import DDP
 from tests.commands import results
+from tests.grids import mostly_slow
 from tests.language import text, written
 from tests.pipelines import Conv, pipeline
 from tests.training import classifier, digits, trainer
@@ -100,12 +101,13 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("several", mostly_slow([2, 3], 3))
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_one_device(case: str) -> None:
+def test_scores_are_those_of_one_device(case: str, several: int) -> None:
     """Of 100 images in batches of 37 there are 74: 2 of 3 batches."""
     make, strategy, stage, limit = CASES[case]
     module, data, found = make(), digits(validation_size=100), []
-    for devices in (1, 3):
+    for devices in (1, several):
         options = {"strategy": strategy()} if strategy and devices > 1 else {}
         with quiet():
             made = trainer(devices, **{f"limit_{stage}_batches": limit}, **options)
@@ -136,7 +138,9 @@ def test_a_limited_run_says_so_and_is_not_compared_with_a_whole_one(tmp_path: Pa
     found = compare(load_runs([tmp_path / name for name in ("few", "two", "subset")])).to_json()
     differences = {row["name"]: row["differences"] for row in found["rows"]}
     assert differences == {"few/ce": [0.0], "two/ce": [0.0], "subset/ce": []}
-    assert any("subset is not compared with few/ce: other data (data.test_size 40" in n for n in found["notes"])
+    assert any(
+        "subset is not compared with few/ce: other data (data.test_size 40, not None" in n for n in found["notes"]
+    )
 
 
 def test_a_run_that_ends_in_mid_epoch_says_after_how_many(tmp_path: Path) -> None:

@@ -173,9 +173,6 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
     (Digits, {"validation_size": -0.1}, "data.validation_size -0.1: expected a count"),
     (Digits, {"validation_size": float("nan")}, "data.validation_size nan: expected a count"),
     (Digits, {"subset": "random"}, "data.subset random: expected balanced or proportional"),
-    (Digits, {"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
-    (Digits, {"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
-    (Digits, {"mixup": 1.0, "labelled": 50}, "data.labelled 50: expected all labels, as --data.mixup and --data"),
     (Digits, {"partition": [0.7, 0.2]}, "data.partition [0.7, 0.2]: expected fractions of at least 0 that add up to"),
     (Digits, {"partition": [1.5, -0.5]}, "data.partition [1.5, -0.5]: expected fractions of at least 0"),
     (Digits, {"partition": [float("nan"), 1.0]}, "data.partition [nan, 1.0]: expected fractions"),
@@ -183,7 +180,11 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
     (Numbered, {"train_size": 108, "validation_size": 0}, "data.train_size 108: expected at most 107 of the 107"),
     (Numbered, {"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
     (Numbered, {"train_size": 90, "validation_size": 20}, "data.train_size 90: expected at most 87 of the 107"),
-    (Numbered, {"validation_size": 104}, "data.validation_size 104: expected at most 103 of the 107 training"),
+    (
+        Numbered,
+        {"validation_size": 104},
+        "data.validation_size 104: expected at most 103 of the 107 training samples, as",
+    ),
     (Numbered, {"train_size": 4, "validation_size": 200}, "data.validation_size 200: expected at most 103 of the 107"),
     (Numbered, {"train_size": 3}, "data.train_size 3: expected at least 4, one sample of each class"),
     (Numbered, {"test_size": 108}, "data.test_size 108: expected at most 107"),
@@ -193,6 +194,21 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED, ids=str)
 def test_options_that_no_set_has_are_refused_naming_the_largest(kind: Any, options: dict, message: str) -> None:
     assert bad_input(lambda: kind(**options).setup()).startswith(message)
+
+
+MIXING: list[tuple[dict[str, Any], str]] = [
+    ({"mixup": -1.0}, "data.mixup -1.0: expected a number of 0 or more"),
+    ({"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
+    (
+        {"mixup": 1.0, "labelled": 50},
+        "data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), MIXING, ids=str)
+def test_what_can_not_be_mixed_is_refused(options: dict[str, Any], line: str) -> None:
+    assert bad_input(Digits, **options) == line
 
 
 @pytest.mark.parametrize("validation_size", [0, 1, 13, 0.1, 0.37, 0.5, 0.99])

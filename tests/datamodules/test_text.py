@@ -168,7 +168,11 @@ def test_tiny_shakespeare_is_split_as_is_the_custom(data_root: Path) -> None:
 BAD: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "absent": (None, {}, "data.path {path}: expected a file of text (No such file"),
     "empty": (b"", {}, "data.path {path}: expected a file of text; this one is empty"),
-    "undecodable": (b"abc\xff" * 50, {}, "data.path {path}: expected text in UTF-8; byte 3 is not. --data.voc"),
+    "undecodable": (
+        b"abc\xff" * 50,
+        {},
+        "data.path {path}: expected text in UTF-8; byte 3 is not. --data.vocabulary b",
+    ),
     "short": (b"abcd" * 20, {}, "data.block_size 8: expected fewer tokens than the 8 of the text's last tenth"),
     "no block": (b"abcd" * 90, {"block_size": 0}, "data.block_size 0: expected a whole number of tokens, at least 1"),
     "half a block": (b"abcd" * 90, {"block_size": 8.5}, "data.block_size 8.5: expected a whole number of tokens"),

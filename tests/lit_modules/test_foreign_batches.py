@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lit_modules.distillation import Distillation
@@ -111,6 +112,27 @@ def test_so_is_one_of_the_validation(kind: str) -> None:
 def test_so_is_one_under_strategies_that_cut_batches(strategy: Callable[[], Any]) -> None:
     with pytest.raises(Exception, match=r"data labels from \d+ to 10: expected 0 to 9, the classes"):
         fitted(distillation(["ce", "kd"]), late(10), devices=2, strategy=strategy())
+
+
+class Hooked(LightningDataModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(("datamodule", "label"), [(None, 9), (None, 10), (Hooked(), 10)])
+def test_labels_are_read_before_they_go_to_a_gpu(datamodule: Any, label: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, it would wait for the GPU. A hook of the data module may change them; then they are not checked."""
+    made, far = classifier(), LABELS.to("meta")
+    monkeypatch.setattr(type(made), "device", torch.device("cuda"))
+    made._trainer = trainer()
+    made._trainer.datamodule = datamodule
+    made.inspect_labels((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)))
+    logits, batch = torch.empty(ROWS, 10, device="meta"), Batch(IMAGES, far, far, far, ROWS, 1, 0)
+    if datamodule is None and label == 10:
+        line = bad_input(made.check_labels, logits, batch)
+        assert line == "data labels from 0 to 10: expected 0 to 9, the classes"
+    else:
+        made.check_labels(logits, batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,8 +112,9 @@ def test_any_number_of_processes_computes_one_loss(place: str, alone: Outcome, t
     assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
 
-def test_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
-    assert_agree(*(trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, 3)), 0.0)
+@pytest.mark.parametrize("several", mostly_slow([2, 3], 3))
+def test_shards_have_the_bits_of_one_process(several: int, tmp_path: Path) -> None:
+    assert_agree(*(trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, several)), 0.0)
 
 
 @pytest.mark.parametrize("exact", mostly_slow(["", " exact 4"], ""))

@@ -195,7 +195,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 # Others by any method: tests/harness/test_zoo.py
-PLACES = ["ddp 3", "ddp 8", "ddp_allreduce 2", "hsdp 4", "ddp 1 exact 4", "ddp 2 exact 4"]
+PLACES = ["ddp 2", "ddp 3", "ddp 8", "ddp_allreduce 2", "hsdp 4", "ddp 1 exact 4", "ddp 2 exact 4"]
 
 
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3", "ddp 1 exact 4"))

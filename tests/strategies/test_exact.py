@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from harness.runs.quiet import quiet
 from lit_modules.objectives import CrossEntropy
+from lit_modules.tasks import ExactMean
 from strategies import DDP
 from strategies.exact.shards import bounds, part
 from strategies.exact.training import NotFiniteError
@@ -349,3 +350,16 @@ def test_what_can_not_be_exact_is_refused(case: str) -> None:
     make, place, rows, message = REFUSED[case]
     with pytest.raises(Exception, match=message):
         normed(rows, 16, make=make, **on(place))
+
+
+def test_an_exact_mean_has_no_order_and_hides_nothing() -> None:
+    values, means = torch.rand(1000).mul(100), []
+    for pieces in (values.split(7), values.flip(0).split(13)):
+        mean = ExactMean()
+        for piece in pieces:
+            mean.update(piece)
+        means.append(mean.compute())
+    assert means[0] == means[1]
+    assert means[0].item() == pytest.approx(values.double().mean().item(), abs=1e-9)
+    mean.update(torch.tensor([torch.inf]))
+    assert mean.compute().isnan()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,31 @@ def test_under_a_launcher_each_rank_has_the_whole_module_at_the_end(tmp_path: Pa
         found = torch.load(tmp_path / str(rank), weights_only=True)
         assert_same(weights(module.net), found["weights"], atol=CLOSE)
         assert found["scores"] == pytest.approx(scores, abs=CLOSE)
+
+
+class Fails(Callback):
+    """One rank ends in the middle of training, while the other is busy."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1:
+            raise ArithmeticError("one rank only")
+        time.sleep(60)
+
+
+def one_rank_fails(_rank: int, _path: Path) -> None:
+    fit(Foreign(), small(), 2, strategy=FSDP(timeout=60), callbacks=[Fails()], max_steps=2, limit_val_batches=0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    other, failing = launch(one_rank_fails, tmp_path)
+    try:
+        assert failing.wait(30) == 1
+        assert failing.output.strip().endswith("ArithmeticError: one rank only")
+        assert other.process.is_alive()
+    finally:
+        other.process.kill()
+        other.process.join()
 
 
 class LeftOut(LitClassifier):

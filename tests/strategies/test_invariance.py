@@ -19,7 +19,10 @@ from tests.grids import mostly_slow
 from tests.pipelines import Plain, pairs
 from tests.strangers import Writer, joined
 from tests.training import (
+    MODULES,
+    TAGS,
     LinesLogger,
+    assert_agree,
     assert_same,
     classifier,
     digits,
@@ -32,6 +35,17 @@ from tests.training import (
 )
 
 DEVICES = (2, 3, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "others"), [("students", DEVICES), ("teacher", (3,)), ("resnet8", (3,))])
+def test_fifty_float64_steps_agree(run: str, others: tuple[int, ...], tmp_path: Path) -> None:
+    options = {"max_epochs": -1, "max_steps": 50, "precision": "64-true"}
+    one, *several = (outcome(MODULES[run](), digits(), tmp_path, [TAGS[run]], n, **options) for n in (1, *others))
+    assert len(one[0]) == 50
+    assert all(w.dtype == torch.float64 for w in one[1].values() if w.is_floating_point())
+    for other in several:
+        assert_agree(one, other)
 
 
 def test_first_float32_losses_agree(tmp_path: Path) -> None:

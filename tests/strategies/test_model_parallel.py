@@ -134,6 +134,14 @@ def test_devices_take_modules_by_their_parameters() -> None:
     assert split.double().get_submodule("4").weight.is_meta
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_have_gpus_in_order(processes: int) -> None:
+    dealt = [devices_of(process, [2] * processes, gpus(*range(processes)), gpus=8) for process in range(processes)]
+    assert [str(device) for devices in dealt for device in devices] == [f"cuda:{i}" for i in range(2 * processes)]
+    cpus = [torch.device("cpu")] * processes
+    assert devices_of(processes - 1, [3] * processes, cpus, gpus=0) == [torch.device("cpu")] * 3
+
+
 # Checkpoints
 
 
@@ -249,6 +257,19 @@ def test_what_wants_one_device_says_so(strategy: DDP, monkeypatch: pytest.Monkey
     module = Fakes(ModelParallel([Weight(6), Weight(6)]))
     with pytest.raises(ValueError, match="expected plain ddp, without exact, for a ModelParallel on several GPUs"):
         on_gpus(module, 0, monkeypatch, strategy)
+
+
+def test_optimizer_states_go_to_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Fakes(ModelParallel([nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta")]))
+    strategy = on_gpus(module, 0, monkeypatch)
+    optimizer = torch.optim.Adam(module.parameters())
+    for p in module.parameters():  # as after a resume under Lightning, all on the root device
+        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(p.shape)}
+    strategy.optimizers = [optimizer]
+    strategy.on_train_start()
+    for state in optimizer.state.values():
+        assert not state["step"].is_meta
+        assert state["exp_avg"].is_meta
 
 
 # Faults and bad input

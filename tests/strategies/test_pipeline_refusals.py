@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from apprentice.keyed import Dropout
 from harness.runs.quiet import quiet
+from strategies.pipeline.placement import StagePlacement
+from tests.commands import bad_input
 from tests.pipelines import Make, Plain, ended, loss, pairs, pipeline, variant
 from tests.training import trainer
 
@@ -49,8 +51,16 @@ def fail(*_: Any) -> Any:
         (2, {"schedule": "2F1B"}, "schedule 2F1B: expected GPipe, 1F1B"),
         (2, {"num_microbatches": 0}, "num_microbatches 0: expected at least 1"),
         (2, {"num_microbatches": 1}, "schedule 1F1B: expected one for 1 micro-batches and 2 ranks: Number of micro"),
-        (2, {"schedule": "DualPipeV", "num_microbatches": 3}, "DualPipeV: expected .* as many microbatches as"),
-        (2, {"schedule": "ZBVZeroBubble", "stages_per_rank": 1}, "ZBVZeroBubble: expected .* exactly 2 stages"),
+        (
+            2,
+            {"schedule": "DualPipeV", "num_microbatches": 3},
+            "schedule DualPipeV: expected .* as many microbatches as",
+        ),
+        (
+            2,
+            {"schedule": "ZBVZeroBubble", "stages_per_rank": 1},
+            "schedule ZBVZeroBubble: expected .* exactly 2 stages",
+        ),
         (2, {"schedule": "GPipe", "stages_per_rank": 2}, "schedule GPipe: expected .* one stage on each rank"),
         (3, {"data_parallel_size": 2}, "data_parallel_size 2: expected a number that divides the 3 devices"),
         (2, {"balance": "luck"}, "balance luck: expected parameters, time or a list"),
@@ -220,3 +230,10 @@ def test_micro_batches_of_an_evaluation_are_alike() -> None:
     made = trainer(2, strategy=pipeline(), precision="64-true")
     with quiet(), pytest.raises(ProcessRaisedException, match=r"expected a stage to give .* for every micro-batch"):
         made.predict(module, DataLoader(pairs(), batch_size=37))
+
+
+def test_a_state_under_other_names_is_refused() -> None:
+    placement = StagePlacement.__new__(StagePlacement)
+    placement._names, placement.owners, placement.group = {}, {}, None
+    line = bad_input(placement.full_state, {"renamed": torch.empty(2, device="meta")})
+    assert line == "state_dict: expected parameters under their own names; renamed is none's"

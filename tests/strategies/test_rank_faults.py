@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
 from strategies.base import failures, rendezvous
 from tests.grids import mostly_slow
 from tests.processes import Run
-from tests.training import classifier, digits, fit, trainer
+from tests.training import assert_same, classifier, digits, fit, trainer, weights
 
 
 class At(Callback):
@@ -130,6 +131,12 @@ def test_a_sub_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TimeoutError):
         strategy.on_exception(RuntimeError("timed out"))
     assert child.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_changes_nothing() -> None:
+    slow = fit(classifier(), digits(), 2, callbacks=[At(lambda: time.sleep(2))], strategy=DDP(timeout=30))
+    assert_same(weights(slow), weights(fit(classifier(), digits(), 2)))
 
 
 def test_rank_zero_serves_a_name_that_does_not_resolve() -> None:

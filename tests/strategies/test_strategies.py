@@ -311,12 +311,14 @@ def test_ranks_are_forked_where_that_is_safe(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: DDP(timeout=0), "timeout 0: expected seconds, above 0"),
         (lambda: DDP(timeout=timedelta(0)), "timeout 0:00:00: expected seconds, above 0"),
         (lambda: DDP(exact=0), "exact 0: expected a number of shards, 1 to 4096"),
         (lambda: DDP(exact=4097), "exact 4097: expected a number of shards, 1 to 4096"),
         (lambda: trainer(2, strategy=FSDP(offload=True)), "offload True: expected False"),
         (lambda: FSDP(param_dtype="bf17"), "param_dtype bf17: expected bf16 or fp16"),
-        (lambda: trainer(4, strategy=HSDP(shard_size=0)), "shard_size 0: expected a number that divides the 4 devi"),
+        (lambda: trainer(4, strategy=HSDP(shard_size=0)), "shard_size 0: expected a number that divides the 4 devices"),
+        (lambda: trainer(4, strategy=HSDP(shard_size=3)), "shard_size 3: expected a number that divides the 4 devices"),
         (lambda: trainer(1, strategy=HSDP()), "shard_size 2: expected a number that divides the 1 devices"),
         (lambda: HSDP(mesh={"tensor": 2}), "expected none: shard_size makes the groups"),
         (lambda: trainer(2, strategy=DDP(exact=8, ddp_comm_hook=fp16_compress_hook)), "exact 8: expected no ddp_comm_"),

@@ -1,5 +1,6 @@
 """Ranks that compute a net's layers together, or recompute layers, end where one process ends."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
 from strategies import DDP, FSDP
+from strategies.sharding import recompute
 from tests.callbacks import Notes
 from tests.processes import launch
 from tests.strategies.test_fsdp import ACCUMULATE, CLIP, CLIP_VALUES, CLOSE, DOUBLE, goes_on, small
@@ -205,6 +207,25 @@ class Blocks(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(images.flatten(1))))
+
+
+LAYERS = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)), *Blocks().blocks[1:]]
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_a_layer_is_recomputed_from_the_state_at_the_start_of_its_forward(number: int) -> None:
+    layer, ours = (copy.deepcopy(LAYERS[number]).double() for _ in range(2))
+    recompute(ours)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    for module in (layer, ours):
+        torch.manual_seed(0)
+        losses = [module(rows).square().sum() for rows in x]  # of accumulated batches
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+    assert_same(weights(layer), weights(ours))
+    assert_same({n: p.grad for n, p in layer.named_parameters()}, {n: p.grad for n, p in ours.named_parameters()})
+    assert getattr(layer, "count", 0) == getattr(ours, "count", 0)
 
 
 def test_fsdp_trains_such_layers_as_one_device() -> None:

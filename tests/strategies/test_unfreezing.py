@@ -226,7 +226,9 @@ class Sudden(Plain):
 
 @pytest.mark.parametrize("strategy", [DDP, AllReduce])
 def test_a_gradient_that_nothing_averages_is_named(strategy: Any) -> None:
-    with pytest.raises(ProcessRaisedException, match=r"parameter net\.0\.weight: expected it to be unfrozen in on_"):
+    with pytest.raises(
+        ProcessRaisedException, match=r"parameter net\.0\.weight: expected it to be unfrozen in on_train_batch"
+    ):
         ended(Sudden(), strategy(timeout=30))
 
 
