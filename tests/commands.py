@@ -21,6 +21,7 @@ from tests.processes import Run
 Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *flags) -> the line
 
 
+RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ")  # these tell what they train before they look closer
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds"}
 OF_A_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
 SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
@@ -119,8 +120,9 @@ def refuse(
     out = [] if "--out" in flags else ["--out", tmp_path / "refused"]
     with pytest.raises(SystemExit) as stop:
         main([str(flag) for flag in (*flags, *out)])
-    error = capsys.readouterr().err
+    shown, error = capsys.readouterr()
     assert (stop.value.code, error[:7], error.count("\n")) == (2, "error: ", 1), error
+    assert shown == "" or shown.startswith(RUNS), shown
     assert not [*tmp_path.glob("refused/seed*"), *tmp_path.glob("refused/results*")]
     return error.removeprefix("error: ").rstrip("\n")
 

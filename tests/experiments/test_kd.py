@@ -40,7 +40,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_nets_with_the_scores_in_its_results(finished: Path, tmp_path: Path) -> None:
     found = results(finished)
     assert len(found["students_fit_seconds"]) == 2
-    assert min(found["teacher"]["step_ms"], found["students"]["kd"]["step_ms"], *found["teacher"]["fit_seconds"]) > 0
+    assert min(net["step_ms"] for net in (found["teacher"], *found["students"].values())) > 0
+    assert min(found["teacher"]["fit_seconds"]) > 0
     (call,) = json.loads((finished / "environment.json").read_text())["calls"]
     assert call["command"] == shlex.join(["kd.py", *FINISHED, "--out", str(finished)])
     assert found["commits"] == [call["commit"] and call["commit"] + "-dirty" * call["dirty"]]
@@ -54,6 +55,13 @@ def test_a_run_leaves_nets_with_the_scores_in_its_results(finished: Path, tmp_pa
     predicted = load_net(finished / "seed1" / "kd")(data.normalize(test.inputs)).argmax(1)
     assert int((predicted == test.labels).sum()) == found["students"]["kd"]["test_correct"][1]
     assert not left_by_overwriting(finished, tmp_path)
+
+
+def test_a_teachers_costs_are_those_of_its_layers(finished: Path) -> None:
+    # LightNN on 8 x 8: forward is 2 FLOPs a multiplication; backward twice that, but for the first layer's input.
+    first, second, dense = 64 * 16 * 9, 16 * 16 * 16 * 9, 16 * 4 * 256 + 256 * 10
+    per_sample = 2 * (2 * first + 3 * second + 3 * dense)
+    assert results(finished)["teacher"]["train_flops"] == per_sample * 150
 
 
 @pytest.mark.parametrize(("shape", "limit"), [((1, 8, 8), [1]), ((3, 32, 32), []), ((64,), [])])

@@ -478,7 +478,7 @@ def test_runs_of_different_measures_are_refused_in_one_line(runs, refusal, first
     *((results(), changes) for changes in (
         {"seeds": None}, {"seeds": [1]}, {"students": {"kd": {}}}, {"students": [1]}, {"data": None}, {"metric": []},
         *({"students": {"kd": {**results().students["kd"].to_json(), **change}}} for change in (
-            {"test_acc": ["a", 1, 2]}, {"test_acc": [0.5]}, {"parameters": "many"},
+            {"test_acc": ["a", 1, 2]}, {"parameters": "many"},
         )),
     )),
     *((gpt([3.0]), changes) for changes in (
@@ -491,8 +491,15 @@ def test_runs_of_different_measures_are_refused_in_one_line(runs, refusal, first
 ])  # fmt: skip
 def test_damaged_runs_are_refused_in_one_line(runs, refusal, found, changes):
     other = runs("other", found, **changes)
-    line = refusal(main, other)
-    assert line.startswith(f"{other}: expected a readable results.json of our experiments in it (")
+    for before in ([], [runs("good", found)]):
+        line = refusal(main, *before, other)
+        assert line.startswith(f"{other}: expected a readable results.json of our experiments in it (")
+
+
+def test_a_run_without_ce_is_read_as_carefully(runs, refusal):
+    kd = {**results().students["kd"].to_json(), "test_acc": [0.5]}
+    line = refusal(main, runs("t4"), runs("other", students={"kd": kd}))
+    assert "a readable results.json of our experiments in it (ValueError" in line
 
 
 def test_first_run_without_ce_gives_no_differences(runs, capsys):
@@ -571,7 +578,7 @@ def test_data_sets_say_which_options_choose_samples():
     assert datamodules.ImageFolder.training_options == training
 
 
-def test_bad_input_is_one_line(runs, refusal, tmp_path):
+def test_bad_input_is_one_line(runs, refusal, tmp_path, capsys):
     t4, half = runs("t4"), Path(runs("half"))
     other = runs("speed", {"format": FORMAT, "experiment": "pipeline", "rows": []})
     losses = runs("losses", metric={"name": "loss", "higher_is_better": False})
@@ -586,4 +593,10 @@ def test_bad_input_is_one_line(runs, refusal, tmp_path):
     assert "this one has loss" in refusal(main, t4, losses)
     assert f"--out {half} --resume true" in refusal(main, half)
     assert "--out file/x: expected a folder that can be written" in refusal(main, t4, "--out", "file/x")
+    for argv in ([], [t4, f"{tmp_path}/no"], [other], [t4, other], [t4, losses], [str(half)]):  # without --out
+        with pytest.raises(SystemExit) as stop:
+            main(argv)
+        shown, error = capsys.readouterr()
+        assert (stop.value.code, shown, error.count("\n")) == (2, "", 1)
+        assert ("required: RUN" in error) == (not argv)
     assert not Path("runs").exists()

@@ -6,6 +6,8 @@ tests/frozen/results has whole files and pages of runs.
 import io
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import matplotlib.image
@@ -13,7 +15,6 @@ import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
-from harness.reports.figures import Dot, metric_picture
 from harness.reports.interactive import save_results
 from harness.reports.measures import COST
 from harness.reports.pages import markdown, notes, picture, table, text
@@ -30,6 +31,23 @@ NOTHING = {"mean": None, "low": None, "high": None}
 
 
 # The structure
+
+
+def test_the_keys_of_results_json():
+    found = results().to_json()
+    assert list(found) == [
+        *("format", "experiment", "data", "hardware", "versions", "config", "free", "seeds", "fingerprint", "commits"),
+        *("metric", "students_fit_seconds", "classes", "teacher", "students"),
+    ]
+    assert found["metric"] == {"name": "test_acc", "higher_is_better": True}
+    common = {"parameters", "epochs", "trained_epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
+    assert set(found["teacher"]) == common | {"nets", "max_epochs", "fit_seconds"}
+    for entry in found["students"].values():
+        assert set(entry) == common | {"objective", "delta_vs_ce", "failed"}
+    kd, taught = found["students"]["kd"], found["teacher"]
+    assert (kd["test_correct"], kd["test_acc"]) == ([*KD], [correct / TEST for correct in KD])
+    assert (kd["parameters"], kd["failed"]) == (267738, [None] * 3)
+    assert (taught["nets"], taught["fit_seconds"], taught["train_flops"]) == (3, [4.5] * 3, 3_200_000_000_000)
 
 
 def test_step_is_the_median_of_the_seeds():
@@ -257,11 +275,18 @@ def test_picture_is_drawn(case):
     assert image.std() > 0.01
 
 
-@pytest.mark.drawn
-def test_drawing_leaves_matplotlib_alone():
-    before = dict(matplotlib.rcParams)
-    metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
-    assert dict(matplotlib.rcParams) == before
+@pytest.mark.slow
+def test_importing_and_drawing_leave_matplotlib_alone():
+    script = """if True:
+        import harness.reports.figures, harness.reports.pages
+        import matplotlib
+        names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
+        before = {name: matplotlib.rcParams[name] for name in names}
+        from harness.reports.figures import Dot, metric_picture
+        metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
+        assert {name: matplotlib.rcParams[name] for name in names} == before
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
 # Files

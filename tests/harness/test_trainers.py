@@ -160,7 +160,7 @@ def test_exact_goes_to_the_strategy(command: cli.Parser, line: str) -> None:
 
 
 def test_exact_is_refused_by_a_strategy_that_derives_from_one_that_cannot_hold_it(command: cli.Parser) -> None:
-    with pytest.raises(BadInput, match=r"; hsdp can't$"):
+    with pytest.raises(BadInput, match=r"model_parallel; hsdp can't$"):
         trainer(command, "--exact 8 --trainer.strategy strategies.HSDP")
 
 
