@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,7 @@ def write(path: Path, value: Any) -> None:
 
 def main(names: list[str]) -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # as for the tests
+    warnings.simplefilter("ignore")  # as in the tests
     if "weights" in names:
         write(FOLDER / "weights.yaml", freeze_weights())
     if "results" in names:
