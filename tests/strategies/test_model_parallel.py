@@ -18,7 +18,7 @@ from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN
 from strategies import DDP, ModelParallel, ZeRO1
-from strategies.base.model_parallel import devices_of
+from strategies.base.model_parallel import devices_of, in_turn
 from tests.training import SHAPE, assert_same, digits, fit, net, trainer, weights
 
 ROWS = 11
@@ -88,6 +88,14 @@ def test_tuples_are_several_arguments(split_size: int | None) -> None:
     x, y = torch.rand(2, ROWS, 5)
     split = ModelParallel([Halves(), Halves()], ["cpu"] * 2, split_size)
     torch.testing.assert_close(split(x, y), (2 * x, 2 * y))
+
+
+def test_all_stages_compute_at_once() -> None:
+    tutorial = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]  # (split, stage), as told to two GPUs
+    assert list(in_turn(3, 2)) == tutorial
+    turns = list(in_turn(splits=5, stages=3))
+    assert sorted(turns) == [(split, stage) for split in range(5) for stage in range(3)]
+    assert turns[3:6] == [(0, 2), (1, 1), (2, 0)]  # a tick, of three devices
 
 
 # Where it lives
