@@ -21,7 +21,8 @@ from tests.processes import Run
 Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *flags) -> the line
 
 
-RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ")  # these tell what they train before they look closer
+# These tell what they train or measure before they look closer.
+RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ", "attention: ", "comm: ", "pipeline: ")
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds"}
 OF_A_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
 SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
@@ -163,9 +164,9 @@ def refused_elsewhere(
 ) -> None:
     """The run, had it been measured on hardware with these changes, does not go on here, and stays as it was."""
     copy = shutil.copytree(out, tmp_path / "elsewhere")
-    found = results(copy)
-    now = {key: found["hardware"][key] for key in changes}
-    (copy / "results.json").write_text(json.dumps(found | {"hardware": found["hardware"] | changes}))
+    measured = results(copy)
+    now = {key: measured["hardware"][key] for key in changes}
+    (copy / "results.json").write_text(json.dumps(measured | {"hardware": measured["hardware"] | changes}))
     before = {path.name: path.read_bytes() for path in copy.iterdir() if path.suffix}
     differ = "; ".join(f"{key} {changes[key]}, not {now[key]}" for key in changes)
     expected = f"the machine on which the rows in {copy} were measured: {differ}; or take another --out"
