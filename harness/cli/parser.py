@@ -66,6 +66,11 @@ class Parser:
         self.classes[key] = Classes(bases, package, frozenset(skip))
         self._add(key, Entry(fixed=fixed, unless=unless), default)
 
+    def add_classes(self, key: str, classes: Classes, on_resume: OnResume) -> None:
+        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own; none by default."""
+        self.classes[key], self._on_resume[key] = classes, on_resume
+        self._add(key, Entry(), None)
+
     def add_variants(
         self,
         key: str,
