@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class Net(Recorded, nn.Module):
         preactivations: each stage's output before its last ReLU, if there is one.
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if more than the last one after `pooled_layer`.
+        inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
         is_trained: whether it consists of trained nets, and is not trained itself.
         trained_if: the option by which its weights are trained ones; "" for none.
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
@@ -82,6 +83,7 @@ class Net(Recorded, nn.Module):
     preactivations: tuple[str, ...] = ()
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
+    inner: ClassVar[str] = ""
     is_trained: bool = False
     trained_if: str = ""
     class_names: tuple[str, ...] | None = None

@@ -28,6 +28,7 @@ class Timm(Net):
         BadInput: no such model, or it can't be made for these images; weights that can't be had or don't fit.
     """
 
+    inner = "model"
     untrained = MappingProxyType({"pretrained": False, "weights": None})
 
     def __init__(

@@ -44,6 +44,7 @@ class Torchvision(Net):
             norm; no such weights, or they don't fit the model.
     """
 
+    inner = "model"
     untrained = MappingProxyType({"weights": None})
 
     @classmethod
