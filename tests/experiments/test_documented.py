@@ -46,10 +46,11 @@ SHORTER = {
     "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",
     "comm": "--quick true --only all_reduce_sum --sizes 1024",
     "attention": "--quick true --parts kernels --lengths 128",
+    "predict": "--overwrite true",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
 OF_ONE_STEP = {"--scheduler.warmup_epochs": ["--scheduler.warmup_epochs", "0"]}  # a warm-up is shorter than a training
-FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
+FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
 SAVED = re.compile(
@@ -97,7 +98,7 @@ FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 
 def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
-    names = {"FOLDER": f"done/{name}", "runs/gpt/RUN": "done/gpt"}
+    names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["RUN/seed0/kd", "runs/t4/seed0/kd"], "done/kd/seed0/kd")
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
