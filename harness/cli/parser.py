@@ -16,10 +16,11 @@ from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FIXED, FREE, OnResume, check_same, rules_of
+from harness.cli.resuming import CALL, FIXED, FREE, NOTHING, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
+from harness.start import called_as
 from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
@@ -35,7 +36,7 @@ class Entry:
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     unless: str = ""  # the key of choices by names: where there are some, none is made here
     like: str = ""  # the key whose class and options this one has where options are set and no class
-    about: str = ""  # describes texts in the help
+    about: str = ""  # what it is, for the help
 
 
 class Parser:
@@ -43,6 +44,7 @@ class Parser:
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
+        self.name = called_as(prog).removeprefix("python experiments/")
         self.options = Signature(options)
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
@@ -64,10 +66,11 @@ class Parser:
         skip: Iterable[str] = (),  # arguments of constructors that are not options
         fixed: Fixed | None = None,  # names more of them
         unless: str = "",  # the key of variants: where there are some, nothing is chosen here
+        about: str = "",  # what it is, for the help
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(bases, package, frozenset(skip))
-        self._add(key, Entry(fixed=fixed, unless=unless), default)
+        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
     def add_variants(
         self,
@@ -76,13 +79,14 @@ class Parser:
         package: ModuleType,
         defaults: Mapping[str, Any],
         fixed: Fixed | None = None,  # as above
+        about: str = "",
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self.classes[key] = Classes(bases, package)
-        self._add(key, Entry(named=True, fixed=fixed), dict(defaults))
+        self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -97,10 +101,10 @@ class Parser:
         """
         self._on_resume["scheduler"] = scheduler_on_resume
         self._apart = ["", *(f"{name}_" for name in apart)]
-        families = dict(zip(training.RATES, (training.OPTIMIZERS, training.SCHEDULERS), strict=True))
-        for before, (key, classes) in itertools.product(self._apart, families.items()):
+        for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
             self.classes[before + key] = classes
-            self._add(before + key, Entry(like=key if before else ""), None if before + key != "optimizer" else default)
+            chosen = default if before + key == "optimizer" else None
+            self._add(before + key, Entry(like=key if before else "", about=about), chosen)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -152,9 +156,15 @@ class Parser:
         """
         self._parsed = {}
         put_working_directory_first()  # jsonargparse imports functions
-        layers, bare = read(sys.argv[1:] if argv is None else argv)
+        try:
+            layers, bare = read(sys.argv[1:] if argv is None else argv)
+        except BadInput as error:
+            if error.value == NOTHING:  # perhaps there is no such flag
+                resolver = self._resolve(self._defaults)[0]
+                resolver.refuse_without_value(error.argument, self.name, self.entries, self.options.defaults)
+            raise
         if "help" in bare:
-            sys.stdout.write(self._help(layers))
+            sys.stdout.write(self._help(layers, bare["help"]))
             raise SystemExit(0)
         early = self._merge(layers)
         with as_written(early):
@@ -239,7 +249,7 @@ class Parser:
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.prog, self.entries, self.options.hints)
+        resolver.check_complete(self.name, self.entries, self.options.hints)
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
 
     def _values(self, settings: Layer) -> dict[str, Any]:
@@ -317,7 +327,7 @@ class Parser:
         parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
-            if key in self.classes and not key.endswith(training.RATES) and chosen:
+            if key in self.classes and not key.endswith(tuple(training.RATES)) and chosen:
                 parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
@@ -342,9 +352,9 @@ class Parser:
         """Return whether a key has names of the user's own only: without any, settings are written without the key."""
         return self.entries[key].named and not below(key, self._defaults)
 
-    def _help(self, layers: Sequence[Layer]) -> str:
+    def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
             resolver = self._resolve(self._merge([self._defaults, *layers]))[0]
         except BadInput:
             resolver = self._resolve(self._defaults)[0]
-        return usage.text(self, resolver.flags)
+        return usage.text(self, resolver.flags, topics, layers[-1])

@@ -58,7 +58,6 @@ ANY_ON_RESUME = (
     "enable_model_summary", "profiler",
 )  # fmt: skip
 TRIED_EPOCHS = 1000
-RATES = "optimizer", "scheduler"  # how flags of these choices end
 
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
 OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
@@ -69,6 +68,8 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
     lr_scheduler.ReduceLROnPlateau:
         "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
 }, more=(CosineWarmup,))  # fmt: skip
+# By how their flags end, with what the help says.
+RATES = {"optimizer": (OPTIMIZERS, "how weights are updated"), "scheduler": (SCHEDULERS, "of the learning rate")}
 CALLBACKS = Classes((Callback,), callbacks)
 LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, which true and false switch
 
