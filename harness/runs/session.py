@@ -28,7 +28,7 @@ from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
 from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
-from harness.start import console
+from harness.start import called_as, console
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -132,7 +132,7 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         folders.check_samples(self.out, self.samples)
-            again = f"{environment.program(self.parser.prog)} --out {self.out} --resume true"
+            again = f"{called_as(self.parser.prog)} --out {self.out} --resume true"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 

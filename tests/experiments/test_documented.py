@@ -117,7 +117,7 @@ def last(flags: list[str]) -> list[str]:
 
 
 def goes_on(flags: list[str]) -> bool:
-    return bool({"--resume", "--sample"} & {*flags})
+    return bool({"--resume", "--sample", "--help"} & {*flags})
 
 
 def others() -> Iterator[tuple[str, list[str]]]:
