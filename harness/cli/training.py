@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from types import ModuleType
@@ -137,7 +138,7 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, "optimizer"):
+        with refusals(optimizer, "optimizer"), _gpus_unseen():
             steps = factory(optimizer, "optimizer")(net.parameters())
             if not optimizer.init_args.get("capturable"):  # those step on GPUs only
                 steps.step()
@@ -154,6 +155,17 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
             lowest = -1e-6 * max(lrs)  # rounding
             if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
                 _refuse_infinite(scheduler, "scheduler", "options that give finite learning rates, 0 or more")
+
+
+@contextmanager
+def _gpus_unseen() -> Iterator[None]:
+    """Let optimizers see no GPU: a step asks whether it is captured in a graph, and after that no fork can use CUDA."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
 
 
 def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:
