@@ -18,6 +18,7 @@ from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
+from datamodules.preparation import Preparation
 from datamodules.splits import Samples, Source, Subset
 from datamodules.streams import Finish, Streamed
 
@@ -222,6 +223,11 @@ class InMemoryData(LightningDataModule):
     def net_arguments(self) -> dict[str, Any]:
         """Arguments of a net's constructor that the data determines."""
         return {name: getattr(self, name) for name in self.given_to_nets}
+
+    @property
+    def preparation(self) -> Preparation:
+        """How raw samples become inputs of a net, as net.yaml records it."""
+        return Preparation(kind="tensors", shape=tuple(self.input_shape))
 
     @property
     def example(self) -> Tensor:

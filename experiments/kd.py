@@ -17,9 +17,10 @@ from harness import start
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -87,6 +88,11 @@ class Options(cli.RunOptions):
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
+    common: ClassVar[Collection[str]] = (
+        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
+        "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
+        "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,12 +137,15 @@ def parser() -> cli.Parser:
     """The command line: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
-    parser.add_choice("data", kinds, datamodules, "Digits")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed=given_by_data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data, unless="students")
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data)
+    parser.add_choice("data", kinds, datamodules, "Digits", about="the data set")
+    net, method = (nets.Net, nn.Module), (objectives.Objective, objectives.FeatureObjective)
+    parser.add_choice("teacher", net, nets, "DeepNN", fixed=given_by_data, about="the net that teaches")
+    parser.add_choice(
+        "student", net, nets, "LightNN", fixed=given_by_data, unless="students", about="the net that learns"
+    )
+    parser.add_variants("students", net, nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
+    parser.add_variants("variants", method, objectives, variants, about="one more student")
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))

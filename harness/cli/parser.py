@@ -15,10 +15,11 @@ from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FIXED, FREE, OnResume, check_same, rules_of
+from harness.cli.resuming import CALL, FIXED, FREE, NOTHING, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
+from harness.start import called_as
 from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
@@ -33,7 +34,7 @@ class Entry:
     named: bool = False  # there are many, by names of the user's own
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     unless: str = ""  # the key of choices by names: where there are some, none is made here
-    about: str = ""  # describes texts in the help
+    about: str = ""  # what it is, for the help
 
 
 class Parser:
@@ -41,6 +42,7 @@ class Parser:
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
+        self.name = called_as(prog).removeprefix("python experiments/")
         self.options = Signature(options)
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
@@ -61,10 +63,11 @@ class Parser:
         skip: Iterable[str] = (),  # arguments of constructors that are not options
         fixed: Fixed | None = None,  # names more of them
         unless: str = "",  # the key of variants: where there are some, nothing is chosen here
+        about: str = "",  # what it is, for the help
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(bases, package, frozenset(skip))
-        self._add(key, Entry(fixed=fixed, unless=unless), default)
+        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
     def add_variants(
         self,
@@ -73,13 +76,14 @@ class Parser:
         package: ModuleType,
         defaults: Mapping[str, Any],
         fixed: Fixed | None = None,  # as above
+        about: str = "",
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self.classes[key] = Classes(bases, package)
-        self._add(key, Entry(named=True, fixed=fixed), dict(defaults))
+        self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -89,8 +93,8 @@ class Parser:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
         self._on_resume["scheduler"] = scheduler_on_resume
         self.classes |= {"optimizer": training.OPTIMIZERS, "scheduler": training.SCHEDULERS}
-        self._add("optimizer", Entry(), default)
-        self._add("scheduler", Entry(), None)
+        self._add("optimizer", Entry(about="how weights are updated"), default)
+        self._add("scheduler", Entry(about="of the learning rate"), None)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -142,9 +146,15 @@ class Parser:
         """
         self._parsed = {}
         put_working_directory_first()  # jsonargparse imports functions
-        layers, bare = read(sys.argv[1:] if argv is None else argv)
+        try:
+            layers, bare = read(sys.argv[1:] if argv is None else argv)
+        except BadInput as error:
+            if error.value == NOTHING:  # perhaps there is no such flag
+                resolver = self._resolve(self._defaults)[0]
+                resolver.refuse_without_value(error.argument, self.name, self.entries, self.options.defaults)
+            raise
         if "help" in bare:
-            sys.stdout.write(self._help(layers))
+            sys.stdout.write(self._help(layers, bare["help"]))
             raise SystemExit(0)
         early = self._merge(layers)
         with as_written(early):
@@ -229,7 +239,7 @@ class Parser:
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.prog, self.entries, self.options.hints)
+        resolver.check_complete(self.name, self.entries, self.options.hints)
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
 
     def _values(self, settings: Layer) -> dict[str, Any]:
@@ -329,9 +339,9 @@ class Parser:
         """Return whether a key has names of the user's own only: without any, settings are written without the key."""
         return self.entries[key].named and not below(key, self._defaults)
 
-    def _help(self, layers: Sequence[Layer]) -> str:
+    def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
             resolver = self._resolve(self._merge([self._defaults, *layers]))[0]
         except BadInput:
             resolver = self._resolve(self._defaults)[0]
-        return usage.text(self, resolver.flags)
+        return usage.text(self, resolver.flags, topics, layers[-1])

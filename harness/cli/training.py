@@ -4,7 +4,8 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
+from lit_modules.schedules import CosineWarmup, MakeScheduler, build_scheduler, nominal
 from strategies import NAMES
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
@@ -55,7 +57,6 @@ ANY_ON_RESUME = (
     "devices", "strategy", "accelerator", "num_nodes", "logger", "log_every_n_steps", "enable_progress_bar",
     "enable_model_summary", "profiler",
 )  # fmt: skip
-ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 1000
 
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
@@ -66,9 +67,7 @@ OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}
 SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"optimizer", "last_epoch"}), {
     lr_scheduler.ReduceLROnPlateau:
         "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
-    lr_scheduler.SequentialLR: ONE_SCHEDULER,
-    lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
-})  # fmt: skip
+}, more=(CosineWarmup,))  # fmt: skip
 CALLBACKS = Classes((Callback,), callbacks)
 LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, which true and false switch
 
@@ -129,6 +128,17 @@ class Strategies(Classes):
         return "exact" in options_of(target).hints
 
 
+def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
+    """Bind a scheduler's options; the schedulers that it is made of wait for the optimizer, as it does."""
+    parts = {
+        name: [scheduler_factory(part, f"{key}.{name}.{place}") for place, part in enumerate(value)]
+        for name, value in choice.init_args.items()
+        if isinstance(value, list) and any(isinstance(part, Choice) for part in value)
+    }
+    others = {name: value for name, value in choice.init_args.items() if name not in parts}
+    return partial(factory(replace(choice, init_args=others), key), **parts)
+
+
 def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
     """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
     if optimizer.init_args.get("lr") == 0 and scheduler is None:
@@ -147,7 +157,7 @@ def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) ->
             _refuse_infinite(optimizer, "optimizer", "options with which a step gives finite weights")
         if scheduler is not None:
             with refusals(scheduler, "scheduler"):
-                rates = factory(scheduler, "scheduler")(steps)
+                rates, _ = build_scheduler(scheduler_factory(scheduler, "scheduler"), steps, nominal(max(epochs, 1)))
                 lrs = [*rates.get_last_lr()]
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()

@@ -23,11 +23,12 @@ from harness import cli
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.runs import environment, folders, launch, nets, signals
+from harness.runs.facts import NetFacts
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
 from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
-from harness.start import console
+from harness.start import called_as, console
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -131,7 +132,7 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         folders.check_samples(self.out, self.samples)
-            again = f"{environment.program(self.parser.prog)} --out {self.out} --resume true"
+            again = f"{called_as(self.parser.prog)} --out {self.out} --resume true"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 
@@ -149,6 +150,14 @@ class Session:
             experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
             hardware=environment.hardware(), versions=environment.versions(), commits=environment.commits(self.out),
             config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
+        )  # fmt: skip
+
+    def net_facts(self) -> NetFacts:
+        """Say what users of a net that this run trains need to know."""
+        data, commits = self.data, environment.commits(self.out)
+        return NetFacts(
+            task=data.task, inputs=data.preparation, classes=tuple(data.class_names), versions=environment.versions(),
+            commit=commits[-1] if commits else None,
         )  # fmt: skip
 
 

@@ -78,14 +78,14 @@ class BakeOff:
                 self.teacher(seed)
         teacher = self.teacher(first)
         if not is_trained:  # before it is frozen
-            teacher.check_optimizer(_count_steps(session, trainer, config.teacher_epochs))
+            teacher.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
 
         def build(names: Iterable[str]) -> Distillation:
             with flags_of(self.arms.values()):
                 students = self.students(first, [self.arms[name] for name in names], teacher.net)
                 check_modules(session, trainer, teacher, students)
                 students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
-                students.check_optimizer(_count_steps(session, trainer))
+                students.check_optimizer(*_count_steps(session, trainer))
             return students
 
         if config.zoo:
@@ -170,12 +170,15 @@ class BakeOff:
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 
-def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> float:
-    """Count the optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
+def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> tuple[float, int]:
+    """Count the optimizer's steps in a fit of so many epochs and in one epoch.
+
+    By default they are the Trainer's epochs, of which -1 is no limit.
+    """
     options = session.config.trainer.init_args
     steps_per_epoch = math.ceil(session.data.train_batches(trainer) / options["accumulate_grad_batches"])
     limits = [steps_per_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]]
-    return min((steps for steps in limits if steps >= 0), default=math.inf)
+    return min((steps for steps in limits if steps >= 0), default=math.inf), steps_per_epoch
 
 
 def _list_members(folder: Path, fit: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
 from apprentice.weights import check_weights, list_keys, read_saved
+from lit_modules.nets.base import Net
 
 SETS = ("state_dict", "model_state_dict", "model", "net")  # keys of weights in a checkpoint
 # Keys of their moving averages.
@@ -117,6 +118,20 @@ def load_backbone(
     check_weights(state, matched, name, "weights", type(net).__name__)
     load_checked(net, matched)
     return has_head
+
+
+def plain_state(net: nn.Module) -> dict[str, Tensor]:
+    """Return a net's state; that of a wrapper has the names of the net inside, such as torchvision's."""
+    prefix = f"{net.inner}." if isinstance(net, Net) and net.inner else ""
+    return {key.removeprefix(prefix): value for key, value in net.state_dict().items()}
+
+
+def full_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under the net's own names, if they have those of the plain net inside, as in `plain_state`."""
+    names = dict(zip(plain_state(net), net.state_dict(), strict=True))
+    if any(key in weights for key in net.state_dict()):
+        return {**weights}
+    return {names.get(key, key): value for key, value in weights.items()}
 
 
 def load_checked(net: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -48,6 +48,7 @@ SHORTER = {
     "attention": "--quick true --parts kernels --lengths 128",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
+OF_ONE_STEP = {"--scheduler.warmup_epochs": ["--scheduler.warmup_epochs", "0"]}  # a warm-up is shorter than a training
 FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
@@ -101,6 +102,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
+    flags += [*itertools.chain(*(change for flag, change in OF_ONE_STEP.items() if flag in flags))]
     return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
 
@@ -112,7 +114,7 @@ def last(flags: list[str]) -> list[str]:
 
 
 def goes_on(flags: list[str]) -> bool:
-    return bool({"--resume", "--sample"} & {*flags})
+    return bool({"--resume", "--sample", "--help"} & {*flags})
 
 
 def others() -> Iterator[tuple[str, list[str]]]:

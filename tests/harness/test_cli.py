@@ -263,24 +263,6 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     assert saved == {key: value for key, value in of_run if kd.on_resume(key) is not cli.CALL}
 
 
-def test_help(kd, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(kd, "--help --teacher ResNet")
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    assert text.startswith("usage: kd.py [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]\n\n")
-    for flag in ("data.batch_size 128", "teacher.depth 20", "variants.kd.temperature 2.0", "trainer.max_epochs 10"):
-        assert f"--{flag}" in text
-    assert "--seeds 3" in text
-    assert text.index("--trainer.devices auto") < text.index("--recipe null") < text.index("--data Digits")
-    assert re.search(r"--trainer.gradient_clip_val null +The value at which to clip gradients\n", text)
-    assert len(text.splitlines()) < 210
-    assert max(map(len, text.splitlines())) <= 120
-    for wrong in ("--teacher NoSuch", "--data '{x'"):  # still helps
-        with pytest.raises(SystemExit):
-            parse(kd, f"-h {wrong}")
-
-
 # What is made of it
 
 
