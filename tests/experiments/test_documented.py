@@ -27,7 +27,10 @@ ROOT = Path(__file__).parents[2]
 # What libraries print. Lines of ours name no source file.
 NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback|deprecat|CUDA runtime|SIGTERM")
 # On stderr there is nothing but these.
-SAID = re.compile(r"\w+: (training samples of a class|skipped in)|warning: .* draws noise from torch's generator")
+SAID = re.compile(
+    r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates)"
+    r"|warning: .* draws noise from torch's generator"
+)
 MINE = """
 from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher
 from tests.datamodules.test_adapted import Mine
@@ -150,6 +153,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
         for i in range(20):
             pixels = generator.integers(256, size=(8, 8, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "images" / part / kind / f"{i}.png")
+    rows = [f"images/{path.relative_to(folder / 'images')},{path.parent.name}" for path in folder.glob("images/*/*/*")]
+    (folder / "table.csv").write_text("\n".join(["path,label", *sorted(rows)]))
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
     (folder / "mypackage.py").write_text(MINE)
