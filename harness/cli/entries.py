@@ -17,5 +17,6 @@ class Entry:
     named: bool = False  # there are many, by names of the user's own
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     unless: str = ""  # the key of choices by names: where there are some, none is made here
+    like: str = ""  # the key whose class and options this one has where options are set and no class
     about: str = ""  # what it is, for the help
     written: bool = True  # whether settings have the key where nothing is chosen

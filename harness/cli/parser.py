@@ -1,5 +1,6 @@
 """The command line of an experiment, in two passes: which classes are chosen, then the options of each."""
 
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Parser:
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
+        self._apart: list[str] = []  # how the flags of optimizers begin
         if options.quick_values:
             self.add_recipes("quick", {True: options.quick_values})
 
@@ -83,12 +85,19 @@ class Parser:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
         self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
 
-    def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
-        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
+    def add_optimizer(
+        self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
+    ) -> None:
+        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed.
+
+        Nets that may be trained `apart`, such as a teacher, have `--NAME_optimizer` and `--NAME_scheduler` beside them.
+        """
         self._on_resume["scheduler"] = scheduler_on_resume
-        self.classes |= {"optimizer": training.OPTIMIZERS, "scheduler": training.SCHEDULERS}
-        self._add("optimizer", Entry(about="how weights are updated"), default)
-        self._add("scheduler", Entry(about="of the learning rate"), None)
+        self._apart = ["", *(f"{name}_" for name in apart)]
+        for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
+            self.classes[before + key] = classes
+            chosen = default if before + key == "optimizer" else None
+            self._add(before + key, Entry(like=key if before else "", about=about), chosen)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -261,6 +270,8 @@ class Parser:
                 self._leave_out(key, resolver.settings, f"{entry.unless}.{next(iter(instead))}")
                 choices[key] = None
             else:
+                if entry.like:
+                    resolver.copy_options(entry.like, key)
                 choices[key] = resolver.one(classes, key, optional=self._defaults[key].value is None)
         return resolver, choices
 
@@ -277,8 +288,9 @@ class Parser:
             rows.rows(config)
         trainer = config.trainer.init_args if "trainer" in self.entries else {}
         training.check_trainer(trainer)
-        if "optimizer" in self.entries:
-            training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
+        for before in self._apart:
+            steps, rates = (before + key if vars(config)[before + key] else key for key in training.RATES)
+            training.check_optimizer(config, steps, rates, trainer.get("max_epochs") or 1)
 
     def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
@@ -308,7 +320,7 @@ class Parser:
         parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
-            if key in self.classes and key not in {"optimizer", "scheduler"} and chosen:
+            if key in self.classes and not key.endswith(tuple(training.RATES)) and chosen:
                 parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))

@@ -35,6 +35,14 @@ class Resolver:
             raise BadInput(key, value, f"one class: {classes.expected()}")
         return chosen
 
+    def copy_options(self, start: str, key: str) -> None:
+        """Begin a choice that has options but no class with the class and options of another one."""
+        options = below(key, self.settings)
+        if options and self.settings.get(key, Setting(None)).value is None:
+            copied = {f"{key}.{name}": setting for name, setting in below(start, self.settings).items()}
+            given = {f"{key}.{name}": setting for name, setting in options.items()}
+            self.settings |= {key: self.settings.get(start, Setting(None)), **copied, **given}
+
     def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
         """Return the choices below a key by their names."""
         if key in self.settings:

@@ -2,7 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -67,6 +69,8 @@ SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"opti
     lr_scheduler.ReduceLROnPlateau:
         "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
 }, more=(CosineWarmup,))  # fmt: skip
+# By how their flags end, with what the help says.
+RATES = {"optimizer": (OPTIMIZERS, "how weights are updated"), "scheduler": (SCHEDULERS, "of the learning rate")}
 CALLBACKS = Classes((Callback,), callbacks)
 LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, which true and false switch
 
@@ -138,32 +142,47 @@ def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
     return partial(factory(replace(choice, init_args=others), key), **parts)
 
 
-def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
-    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
+def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs: int) -> None:
+    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite.
+
+    The flags are those of the optimizer and the scheduler.
+    """
+    optimizer, scheduler = vars(config)[steps_flag], vars(config)[rates_flag]
     if optimizer.init_args.get("lr") == 0 and scheduler is None:
-        raise BadInput("optimizer.lr", 0, "a number above 0; with this one nothing is trained")
+        raise BadInput(f"{steps_flag}.lr", 0, "a number above 0; with this one nothing is trained")
     net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, "optimizer"):
-            steps = factory(optimizer, "optimizer")(net.parameters())
+        with refusals(optimizer, steps_flag), _gpus_unseen():
+            steps = factory(optimizer, steps_flag)(net.parameters())
             if not optimizer.init_args.get("capturable"):  # those step on GPUs only
                 steps.step()
                 steps.step()  # momentum counts from here on
         if not all(p.isfinite().all() for p in net.parameters()):
-            _refuse_infinite(optimizer, "optimizer", "options with which a step gives finite weights")
+            _refuse_infinite(optimizer, steps_flag, "options with which a step gives finite weights")
         if scheduler is not None:
-            with refusals(scheduler, "scheduler"):
-                rates, _ = build_scheduler(scheduler_factory(scheduler, "scheduler"), steps, nominal(max(epochs, 1)))
+            with refusals(scheduler, rates_flag):
+                rates, _ = build_scheduler(scheduler_factory(scheduler, rates_flag), steps, nominal(max(epochs, 1)))
                 lrs = [*rates.get_last_lr()]
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()
                     lrs += rates.get_last_lr()
             lowest = -1e-6 * max(lrs)  # rounding
             if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
-                _refuse_infinite(scheduler, "scheduler", "options that give finite learning rates, 0 or more")
+                _refuse_infinite(scheduler, rates_flag, "options that give finite learning rates, 0 or more")
+
+
+@contextmanager
+def _gpus_unseen() -> Iterator[None]:
+    """Let optimizers see no GPU: a step asks whether it is captured in a graph, and after that no fork can use CUDA."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
 
 
 def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:

@@ -119,7 +119,9 @@ def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
         elif key not in parser.classes:
             titles[key] = f"{key}: {entry.about}"
         for flag, classes in parser.classes.items():
-            if flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
+            if flag == key and entry.like:
+                titles[flag] = f"{flag}: as --{entry.like}, unless it is set"
+            elif flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
                 any_name = "any name with one of " if entry.named else ""
                 titles[flag] = f"{flag}: {any_name}{', '.join(classes.by_name)}, or the import path of a class"
     return titles

@@ -90,10 +90,25 @@ class Session:
         """Make a Trainer and check that it can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         self.loggers("check")
-        sampler = trainer.distributed_sampler_kwargs or {}
-        self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
+        self.data.check_replicas(self.replicas(trainer), self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
+
+    @contextmanager
+    def batches_of(self, rows: int | None) -> Iterator[None]:
+        """Let the data's batches have so many rows inside, as many as usual for None."""
+        usual = self.data.batch_size
+        self.data.batch_size = rows or usual
+        try:
+            yield
+        finally:
+            self.data.batch_size = usual
+
+    @staticmethod
+    def replicas(trainer: Trainer) -> int:
+        """Return among how many a batch is divided."""
+        sampler = trainer.distributed_sampler_kwargs or {}
+        return int(sampler.get("num_replicas", 1))
 
     def tell(self, line: str) -> None:
         """Print a notice, once."""
@@ -137,12 +152,13 @@ class Session:
                 yield self.out
 
     def describe(self) -> None:
-        """Write config.yaml, environment.json and data.json into the run's folder."""
+        """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
             write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
             if self.reads_data and not (self.out / folders.SAMPLES).exists():
                 write_json(self.out / folders.SAMPLES, self.samples)
+                folders.write_split(self.out, self.data)
 
     def header(self) -> Header:
         """Say how results.json begins."""

@@ -21,7 +21,7 @@ from harness.runs import environment, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import Arm, FitPlan, arms, flags_of, teams
+from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher, teams
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_means
@@ -29,7 +29,7 @@ from harness.studies import zoo
 from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs
-from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
+from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
@@ -72,6 +72,7 @@ class BakeOff:
         session, config, (first, *others) = self.session, self.config, self.config.seeds
         trainer, is_trained = session.checked_trainer(), has_trained_teacher(session)
         check_head_only(session)
+        check_own_settings(session)
         check_net(session, TEACHER, trainer, trained=not is_trained)
         for net in dict.fromkeys(arm.net for arm in self.arms.values()):
             check_net(session, net, trainer)
@@ -80,7 +81,10 @@ class BakeOff:
                 self.teacher(seed)
         teacher = self.teacher(first)
         if not is_trained:  # before it is frozen
-            teacher.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
+            with flags_of_teacher(config), session.batches_of(config.teacher_batch_size):
+                session.data.check_replicas(session.replicas(trainer), config.exact)
+                teacher.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
+                check_batch_size(session, teacher)
 
         def build(names: Iterable[str]) -> Distillation:
             with flags_of(self.arms.values()):
@@ -95,7 +99,7 @@ class BakeOff:
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
-        check_batch_size(session, *stages.values(), students)
+        check_batch_size(session, students)
         check_callbacks(session, trainer, {**stages, "students": students})
 
     def run(self, search: Search | None = None) -> None:
@@ -133,10 +137,12 @@ class BakeOff:
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
-        record = fit(self.session, plan, self.build, plans)
+        with self.session.batches_of(plan.batch_size):
+            record = fit(self.session, plan, self.build, plans)
         if plan.name == TEACHER and (fault := record.fault(TEACHER)):
             expected = f"settings that train the teacher; with seed {plan.seed} {fault}"
-            raise BadInput("optimizer", self.config.optimizer.name, expected)
+            with flags_of_teacher(self.config):
+                raise BadInput("optimizer", of_teacher(self.config).optimizer.name, expected)
         return record
 
     def plans(self, seed: int) -> list[FitPlan]:
@@ -180,7 +186,8 @@ class BakeOff:
     def teacher_plan(self, seed: int) -> FitPlan:
         is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)
         epochs = None if is_trained else teacher_epochs(self.session)
-        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained=is_trained, all_labels=True)
+        batch_size = self.config.teacher_batch_size
+        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
 
     def _check_peers(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}

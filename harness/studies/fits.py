@@ -21,7 +21,7 @@ from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.plans import TEACHER, Arm, Fit, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord
@@ -215,6 +215,7 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
     folder = run.out / f"seed{seed}" / net
     loaded = with_seed(0, lambda: load_net(folder, "out"))
-    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
+    config = of_teacher(run.config) if net == TEACHER else run.config
+    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")

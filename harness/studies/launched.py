@@ -23,10 +23,9 @@ from harness.jobs.base import Launcher, Needs
 from harness.jobs.command import Command
 from harness.jobs.queue import Job, Queue
 from harness.runs import environment, files, launch
-from harness.runs.plans import FitPlan
+from harness.runs.plans import TEACHER, FitPlan
 from harness.runs.quiet import notice
 from harness.runs.session import Session
-from harness.studies.teachers import TEACHER
 
 VARIABLE = "APPRENTICE_JOB"  # the file of the job that this process is
 KEY = "launcher"  # its flag

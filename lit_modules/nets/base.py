@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.tokens import TokenGrid
 
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]
@@ -67,6 +68,7 @@ class Net(Recorded, nn.Module):
         stages: names of the layers that end a stage: the last of each map size (B, C, H, W), without the stem, or the
             last of each block of tokens (B, T, D).
         preactivations: each stage's output before its last ReLU, if there is one.
+        token_grid: where tokens of patches stand in the image; objectives then compare them as maps.
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if more than the last one after `pooled_layer`.
         inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
@@ -81,6 +83,7 @@ class Net(Recorded, nn.Module):
     feature_layer: str
     stages: tuple[str, ...] = ()
     preactivations: tuple[str, ...] = ()
+    token_grid: TokenGrid | None = None
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
     inner: ClassVar[str] = ""
