@@ -3,7 +3,8 @@
 import math
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -154,7 +155,7 @@ def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs:
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, steps_flag):
+        with refusals(optimizer, steps_flag), _gpus_unseen():
             steps = factory(optimizer, steps_flag)(net.parameters())
             if not optimizer.init_args.get("capturable"):  # those step on GPUs only
                 steps.step()
@@ -171,6 +172,17 @@ def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs:
             lowest = -1e-6 * max(lrs)  # rounding
             if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
                 _refuse_infinite(scheduler, rates_flag, "options that give finite learning rates, 0 or more")
+
+
+@contextmanager
+def _gpus_unseen() -> Iterator[None]:
+    """Let optimizers see no GPU: a step asks whether it is captured in a graph, and after that no fork can use CUDA."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
 
 
 def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:

@@ -152,12 +152,13 @@ class Session:
                 yield self.out
 
     def describe(self) -> None:
-        """Write config.yaml, environment.json and data.json into the run's folder."""
+        """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
             write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
             if self.reads_data and not (self.out / folders.SAMPLES).exists():
                 write_json(self.out / folders.SAMPLES, self.samples)
+                folders.write_split(self.out, self.data)
 
     def header(self) -> Header:
         """Say how results.json begins."""
