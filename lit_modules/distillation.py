@@ -19,7 +19,6 @@ from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
-from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
@@ -152,8 +151,8 @@ class Distillation(Learner):
 
     @property
     def _teacher_layers(self) -> set[str]:
-        members = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
-        return members | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
+        members = self.teacher.member_layers if isinstance(self.teacher, Ensemble) else ()
+        return {*members, *(path for o in self._objectives.values() for path in o.teacher_layers.values())}
 
     @property
     def relates_rows(self) -> bool:
