@@ -157,7 +157,7 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
         for name, student in students.items()
         if student.net
     ]
-    lines += _labels(results) + _kept_teacher(results) + ended_early(results)
+    lines += _labels(results) + _kept_teacher(results) + _best_epochs(results) + ended_early(results)
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
     baselines = dict.fromkeys(student.baseline for student in students.values())
     lines += conclusions(results) if concluded else []
@@ -226,6 +226,21 @@ def _kept_teacher(results: Results) -> list[str]:
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
 
 
+def _best_epochs(results: Results) -> list[str]:
+    """Say by which epochs' weights nets are shown, where validation has chosen them."""
+    if (monitor := results.config.get("best_epoch")) is None:
+        return []
+    chosen = {
+        name: join_words([NONE if epoch is None else f"{epoch:.4g}" for epoch in net.best_epochs])
+        for name, net in results.nets.items()
+        if net.best_epochs
+    }
+    epochs = "; ".join(f"{name} {of_seeds}" for name, of_seeds in chosen.items())
+    return [
+        f"Each net has the weights of its best epoch by {monitor} (the earliest of equals), seed by seed: {epochs}."
+    ]
+
+
 def planned_epochs(run: Header) -> int | None:
     """Return the epochs of a run's nets, as its settings have them."""
     epochs: int | None = (run.config.get("trainer") or {}).get("max_epochs")
@@ -250,7 +265,7 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
             nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
-    why = "by --trainer.max_time or max_steps, or a callback"
+    why = "by --early_stopping, --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
