@@ -19,17 +19,18 @@ from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.results import Search, combine
 from harness.runs import environment, safepoints
-from harness.runs.callbacks import check_callbacks
+from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher
+from harness.runs.plans import Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher, teams
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
 from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
-from harness.studies.fits import fit, save_classifier
+from harness.studies.fits import fit, is_finished, save_classifier
+from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -46,6 +47,7 @@ class BakeOff:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.arms = arms(session.config)
+        self.launcher = build_launcher(session)
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -113,6 +115,8 @@ class BakeOff:
         students = build(self.arms)
         stages: dict[str, Learner] = {row_of(key): module for key, module in trained.items()}
         check_batch_size(session, *students)
+        for students_of_one in students:
+            check_monitors(session, trainer, students_of_one)
         check_callbacks(session, trainer, {**stages, "students": students[0]})
 
     def run(self, search: Search | None = None) -> None:
@@ -122,6 +126,7 @@ class BakeOff:
             plans = {seed: self.plans(seed) for seed in seeds}
         of_run = [plan for of_seed in plans.values() for plan in of_seed]
         log_means(self.session, names)
+        self.launch(of_run)
         records: dict[int, list[FitRecord]] = {}
         for seed in seeds:
             records[seed] = [self.fit(plan, of_run) for plan in plans[seed]]
@@ -131,6 +136,21 @@ class BakeOff:
         if is_main_process():
             log_means(self.session, names)
             self._report(list(records.values()), search)
+
+    def launch(self, plans: Iterable[FitPlan]) -> None:
+        """With `--launcher`, run the fits that are not finished as jobs; `fit` then has their records."""
+        if self.launcher is not None:
+            missing = [plan for plan in plans if not is_finished(self.session, plan)]
+            run_jobs(self.session, self.launcher, type(self), missing)
+
+    def do_job(self) -> None:
+        """Fit what this process is to, as a job of a launcher."""
+
+        def work(session: Session, plan: FitPlan) -> None:
+            self.session = session
+            self.fit(plan)
+
+        do_work(self.session, work)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
@@ -148,18 +168,45 @@ class BakeOff:
         Raises:
             BadInput: a student learns from one that was trained before it.
         """
-        plans, new = [self.teacher_plan(seed, key) for key in self.teachers], dict(self.arms)
+        plans = [self.teacher_plan(seed, key) for key in self.teachers]
         folder = self.session.out / f"seed{seed}"
         epochs = self.config.trainer.init_args["max_epochs"]
+        members = {path.stem: {*_list_members(folder, path.stem)} for path in sorted(folder.glob("students*.[cj]*"))}
+        members = {name: names for name, names in members.items() if names}
+        new = {name: arm for name, arm in self.arms.items() if not any(name in names for names in members.values())}
+        waves = self._divide(new)
         for name in itertools.chain(["students"], (f"students-{number}" for number in itertools.count(2))):
-            members = set(_list_members(folder, name))
-            if not members and not new:
+            if not waves and not members:
                 return plans
-            members = members or {arm.name for arm in group_by_teachers(new.values())[0]}
-            if chosen := tuple(new.pop(arm) for arm in list(new) if arm in members):
+            if name in members:
+                names = members.pop(name)
+                chosen = tuple(arm for arm in self.arms.values() if arm.name in names)
+            else:
+                chosen = waves.pop(0) if waves else ()
+            if chosen:
                 self._check_peers(chosen)
                 plans.append(FitPlan(seed, name, chosen, epochs, keeps_checkpoint=True))
         raise AssertionError("there are always more names")
+
+    def _divide(self, new: Mapping[str, Arm]) -> list[tuple[Arm, ...]]:
+        """Divide students that have no fit yet into fits: those of other teachers, and by `--launcher.students`.
+
+        Students of a team share one.
+        """
+        most = self.launcher.students if self.launcher else None
+        fits: list[tuple[Arm, ...]] = []
+        for group in group_by_teachers(new.values()):
+            if most is None:
+                fits.append(tuple(group))
+                continue
+            of_group: list[tuple[Arm, ...]] = []
+            for team in teams(group, self.config):
+                if of_group and len(of_group[-1]) + len(team) <= most:
+                    of_group[-1] += team
+                else:
+                    of_group.append(team)
+            fits += of_group
+        return fits
 
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
         is_trained, arm = has_trained_teacher(self.session, key), Arm(row_of(key), key)

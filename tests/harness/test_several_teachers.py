@@ -94,6 +94,12 @@ def test_any_number_of_processes_and_an_interruption_give_the_same_bits(several:
     assert_same(nets(part), nets(several))
 
 
+@pytest.mark.slow
+def test_jobs_give_the_same_bits(several: Path, tmp_path: Path) -> None:
+    out = run(tmp_path / "jobs", *BIG, *MIX, *ROWS, "--launcher", "local")
+    assert_same(nets(out), nets(several))
+
+
 def test_a_method_of_several_nets(tmp_path: Path) -> None:
     flags = ["--students.a", "LightNN", "--students.b", "LightNN", "--students.b.hidden", "32", "--only", "ce", "kd"]
     out = run(
