@@ -37,6 +37,7 @@ from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.deploy import leaving
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
@@ -62,11 +63,13 @@ class Options(cli.RunOptions):
         early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
             for --patience validations; the teacher, too. The others train on.
         patience: validations that --early_stopping waits; default: 3.
+        ema: decay, as 0.999, of moving averages of students' weights; they are tested beside the weights.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
         save_ckpt: write classifier.ckpt beside weights.pt, for LitClassifier.load_from_checkpoint.
+        export: a folder for the students of the first seed, each in files that run without this project.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -86,11 +89,13 @@ class Options(cli.RunOptions):
     best_epoch: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
+    ema: float | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
     tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     save_ckpt: bool = field(default=False, metadata=cli.FREE.metadata)
+    export: str | None = field(default=None, metadata=cli.CALL.metadata)
     list_layers: bool = field(default=False, metadata=cli.CALL.metadata)
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -132,6 +137,8 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
 
     def _check_ends(self) -> None:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise BadInput("ema", self.ema, "a decay between 0 and 1, such as 0.999")
         if self.early_stopping is None and self.patience is not None:
             raise BadInput("patience", self.patience, "--early_stopping val/loss, or another score, beside it")
         if self.early_stopping is not None:
@@ -223,7 +230,7 @@ class KD(BakeOff):
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-            optimizer_options=optimizers,
+            optimizer_options=optimizers, ema=config.ema,
         )  # fmt: skip
 
 
@@ -245,11 +252,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         tuning = Tuning(bake_off) if run.config.tune else None
         if tuning:
             tuning.check()
+        if run.config.export:
+            leaving.check_students(run, bake_off.arms)
         with run.folder():
             run.describe()
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
+            if run.config.export:
+                leaving.export_students(run, bake_off.arms)
 
 
 if __name__ == "__main__":
