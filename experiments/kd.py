@@ -55,6 +55,11 @@ class Options(cli.RunOptions):
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
+        best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
+            val/loss; the earliest of equals; the teacher's, too. Default: of the last epoch.
+        early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
+            for --patience validations; the teacher, too. The others train on.
+        patience: validations that --early_stopping waits; default: 3.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
@@ -76,6 +81,9 @@ class Options(cli.RunOptions):
     only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
     metric: ClassMetric = field(default="accuracy", metadata=cli.OnResume(why="what is tested is tested once").metadata)
+    best_epoch: str | None = None
+    early_stopping: str | None = None
+    patience: int | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
@@ -100,6 +108,7 @@ class Options(cli.RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_tuning()
+        self._check_ends()
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
         if self.teacher_batch_size is not None and not 1 <= self.teacher_batch_size <= LARGEST_BATCH:
@@ -119,6 +128,17 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
+
+    def _check_ends(self) -> None:
+        if self.early_stopping is None and self.patience is not None:
+            raise BadInput("patience", self.patience, "--early_stopping val/loss, or another score, beside it")
+        if self.early_stopping is not None:
+            self.patience = 3 if self.patience is None else self.patience
+            if self.patience < 1:
+                raise BadInput("patience", self.patience, "a number of validations, at least 1")
+        for name in ("best_epoch", "early_stopping"):
+            if self.tune is not None and (value := vars(self)[name]) is not None:
+                raise BadInput(name, value, "it left out: --tune compares settings by their last epochs")
 
     def _check_tuning(self) -> None:
         if self.tune is None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,14 +16,14 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
-from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
+from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
@@ -151,13 +151,13 @@ class Distillation(Learner):
 
     @property
     def _teacher_layers(self) -> set[str]:
-        members = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
-        return members | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
+        members = self.teacher.member_layers if isinstance(self.teacher, Ensemble) else ()
+        return {*members, *(path for o in self._objectives.values() for path in o.teacher_layers.values())}
 
     @property
     def relates_rows(self) -> bool:
         """Whether any student's objective relates rows of the global batch; strategies that can't do so refuse it."""
-        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.failed)
+        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.inactive)
 
     @property
     def fewest_rows(self) -> int:
@@ -166,7 +166,7 @@ class Distillation(Learner):
 
     @property
     def uses_teacher(self) -> bool:
-        return any(student.objective.uses_teacher for student in self.students.values())
+        return any(self.students[name].objective.uses_teacher for name in self.active_runs)
 
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
@@ -183,12 +183,12 @@ class Distillation(Learner):
             return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
 
     def train(self, mode: bool = True) -> "Distillation":
-        """Set the students' mode; the teacher and failed students stay in eval mode."""
+        """Set the students' mode; the teacher and inactive students stay in eval mode."""
         super().train(mode)
         self.teacher.eval()
         for norm in self._batch_norms.values():
             norm.train(mode)  # with the global batch's statistics; chunks of an evaluation stand for themselves
-        for name in self.failed:
+        for name in self.inactive:
             self.students[name].eval()
         return self
 
@@ -205,11 +205,14 @@ class Distillation(Learner):
     def module_of(self, run: str) -> nn.Module:
         return self.students[run]
 
+    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.startswith(f"students.{run}.")]
+
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
         teacher, students = self.active()
         taught = self._ask_teacher(inputs) if teacher else None
-        return taught, {name: self.students[name](inputs) for name in students if name not in self.failed}
+        return taught, {name: self.students[name](inputs) for name in students if name not in self.inactive}
 
     def active(self) -> tuple[bool, Sequence[str]]:
         """Whether the teacher runs in a forward, and which students."""
@@ -280,9 +283,9 @@ class Distillation(Learner):
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss, place = self._zero_of_failed(), self._place(batch)
+        loss, place = self._zero_of_inactive(), self._place(batch)
         for name, student in self.students.items():
-            if name in self.failed:
+            if name in self.inactive:
                 continue
             rows = student.rows(name, teacher, students, batch)
             total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
@@ -310,12 +313,12 @@ class Distillation(Learner):
         return teacher.logits, self._logits(students)
 
     def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
-        return {name: outputs.logits for name, outputs in students.items() if name not in self.failed}
+        return {name: outputs.logits for name, outputs in students.items() if name not in self.inactive}
 
-    def _zero_of_failed(self) -> Tensor:
-        """Zero, with a gradient of zero for every parameter of failed students: DDP waits for each of them."""
-        failed = [p for name in self.failed for p in self.students[name].parameters()]
-        here = (p for p in failed if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    def _zero_of_inactive(self) -> Tensor:
+        """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
+        idle = [p for name in self.inactive for p in self.students[name].parameters()]
+        here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
         zero = torch.zeros((), device=self.device, requires_grad=True)
         return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
 

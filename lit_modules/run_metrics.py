@@ -24,6 +24,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     Attributes:
         failed: runs that have failed, with the step and the term.
+        stopped: runs that have stopped before the others, with the epochs, steps and samples that they have trained.
         samples: seen in training.
         of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
         has_teacher: whether `predict_beside_teacher` gives a teacher's logits.
@@ -44,15 +45,31 @@ class RunMetrics(Recorded, ChecksBatches):
         self.epochs: list[dict[str, float]] = []  # of each the means in training, and the scores of its validation
         self.validated: dict[str, float] = {}  # in this epoch
         self.failed: dict[str, dict[str, Any]] = {}
+        self.stopped: dict[str, dict[str, Any]] = {}
         self.of_labels: set[str] = set()
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
+        """Logits (b, ..., classes) of each run that is active, for inputs (b, ...)."""
         raise NotImplementedError
 
     def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, if the module has one, and those of `predict`."""
         return None, self.predict(inputs)
+
+    @property
+    def inactive(self) -> set[str]:
+        """Runs that are not computed: those that failed and, during a fit, those that have stopped."""
+        trainer = self.attached_trainer
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return {*self.failed, *(self.stopped if fits else ())}
+
+    @property
+    def active_runs(self) -> list[str]:
+        return [run for run in self.runs if run not in self.inactive]
+
+    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
+        """Those of the names in the module's state that are of a run."""
+        return list(names)
 
     def scores_of(self, run: str) -> Scores:
         """The evaluation scores of a run."""
@@ -180,7 +197,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def _log_scores(self, stage: str) -> None:
         for run in self.runs:
-            if run in self.failed:
+            if run in self.inactive:
                 continue
             scores = self.scores_of(run)
             values = scores.compute()

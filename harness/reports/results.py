@@ -95,6 +95,8 @@ class NetResults:
     samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
     trained_epochs: Sequence[float | None] = ()  # for each seed, after which training ended
     epochs: Sequence[Epochs | None] = ()  # for each seed, what was logged of each epoch
+    trained_steps: Sequence[int | None] = ()  # for each seed, if it stopped before the others
+    best_epochs: Sequence[float | None] = ()  # for each seed, that the scores are of; none: the last
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -109,9 +111,11 @@ class NetResults:
 
     def to_json(self) -> dict[str, Any]:
         """Write figures, scores and samples side by side with what else there is."""
+        optional = {"trained_steps": self.trained_steps, "best_epochs": self.best_epochs}
         return {
             **self.figures, **self.scores, **self.samples,
             "trained_epochs": self.trained_epochs, "epochs": self.epochs,
+            **{name: values for name, values in optional.items() if values},
         }  # fmt: skip
 
     def with_means(self) -> dict[str, float | None]:
@@ -273,7 +277,13 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     return {
         "figures": figures, "scores": {key: [net.get(key) for net in trained] for key in of_seeds}, "samples": samples,
         "trained_epochs": ended, "epochs": [net.epochs for net in records],
+        "trained_steps": _where_any([net.trained_steps for net in records]),
+        "best_epochs": _where_any([None if net.failed else net.best_epoch for net in records]),
     }  # fmt: skip
+
+
+def _where_any(values: list[Any]) -> list[Any]:
+    return values if any(value is not None for value in values) else []
 
 
 def load_results(folder: str | Path, flag: str = "run") -> dict[str, Any]:

@@ -161,3 +161,4 @@ class Fit:
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
     samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`
+    best_epochs: Mapping[str, float] = field(default_factory=dict)  # by run, where its best weights are taken

@@ -18,7 +18,7 @@ from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.results import Search, combine
 from harness.runs import environment, safepoints
-from harness.runs.callbacks import check_callbacks
+from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
 from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher
@@ -98,6 +98,7 @@ class BakeOff:
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
         check_batch_size(session, students)
+        check_monitors(session, trainer, students)
         check_callbacks(session, trainer, {**stages, "students": students})
 
     def run(self, search: Search | None = None) -> None:

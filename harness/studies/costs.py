@@ -101,6 +101,7 @@ def milliseconds(step: Callable[[], Tensor]) -> float:
 def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryData) -> NetRecord:
     """Measure an arm, a run of its module: its scores in the test, and what a step of its training costs."""
     prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
+    ended = module.stopped.get(run, {"epochs": outcome.epochs, "steps": None, "samples": module.samples})
     scores = {} if failed else outcome.scores
     figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
@@ -118,11 +119,11 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
         with outcome.autocast():
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := flops(step)) is not None:
-                figures["train_flops"] = round(operations / len(labels) * module.samples)
+                figures["train_flops"] = round(operations / len(labels) * ended["samples"])
             figures["step_ms"] = milliseconds(step)
     return NetRecord(
-        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
-        list_epochs(module, run), samples=values,
+        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, ended["epochs"],
+        list_epochs(module, run), samples=values, trained_steps=ended["steps"], best_epoch=outcome.best_epochs.get(run),
     )  # fmt: skip
 
 

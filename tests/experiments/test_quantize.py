@@ -43,7 +43,7 @@ needs_extras = pytest.mark.extras
 
 
 def blocks(language: str) -> list[str]:
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "int8.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
@@ -61,7 +61,7 @@ def follow(folder: Path) -> None:
                     kd.main(flags)
         for block in blocks("python"):
             variables: dict[str, Any] = {}
-            exec(compile(block, "deploy.md", "exec"), variables)
+            exec(compile(block, "int8.md", "exec"), variables)
             assert tuple(variables["logits"].shape) == (5, 10)
 
 

@@ -1,6 +1,7 @@
 """What net.yaml says of a net, files without it, and weights under the names of the plain net."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_exported_files_carry_the_facts(tmp_path: Path) -> None:
     assert (values["input_shape"], values["input_mean"], values["task"]) == ([1, 8, 8], [0.3], "classification")
     assert json.loads(expected["classes"])[0] == "è"
     assert NetFacts.read(known.to_plain()) == known
+
+
+def test_the_page_loads_weights_into_torchvisions_own_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    (block,) = (
+        code for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "weights.pt" in code
+    )
+    ours = Torchvision("resnet18")
+    save_net(ours, spec("lit_modules.nets.Torchvision", {"name": "resnet18"}), tmp_path / "RUN" / "seed0" / "kd")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(block, "deploy.md", "exec"), names)
+    assert_same(names["net"].state_dict(), ours.model.state_dict())
