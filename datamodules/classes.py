@@ -42,12 +42,12 @@ class ClassData(InMemoryData):
         *,
         balanced: bool = False,
         class_weights: Literal["balanced"] | list[float] | None = None,
-        label_noise: float = 0.0,
+        label_noise: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
         check_weights(class_weights)
-        if not 0 <= label_noise < 1:
+        if label_noise is not None and not 0 <= label_noise < 1:
             raise BadInput("data.label_noise", label_noise, "a fraction (0.0 <= f < 1.0)")
         if balanced and self.labelled is not None:
             raise BadInput("data.balanced", "true", "--data.labelled left out: which class a sample has is hidden")

@@ -69,7 +69,7 @@ class ImageData(ClassData):
         cutmix: float = 0.0,
         mean: list[float] | None = None,
         std: list[float] | None = None,
-        augment_repeats: int = 1,
+        augment_repeats: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
@@ -86,7 +86,9 @@ class ImageData(ClassData):
                 raise BadInput(f"data.{flag}", values, count if low else f"{count}, above 0")
             setattr(self, flag, tuple(values))
 
-    def _set_copies(self, augment_repeats: int) -> None:
+    def _set_copies(self, augment_repeats: int | None) -> None:
+        if augment_repeats is None:
+            return
         if augment_repeats < 1:
             raise BadInput("data.augment_repeats", augment_repeats, "a whole number of at least 1")
         if augment_repeats > 1 and self.train_inputs_repeat:
