@@ -30,12 +30,14 @@ from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from datamodules.base import LARGEST_BATCH
 from harness import cli
+from harness.jobs.engines import LAUNCHERS
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
@@ -181,6 +183,7 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_recipes("recipe", RECIPES)
+    parser.add_classes("launcher", LAUNCHERS, cli.FREE)
     return parser
 
 
@@ -233,6 +236,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.search and not run.config.tune:
             flag, value = next(iter(run.config.search.items()))
             raise BadInput(f"search.{flag}", value, "--tune N beside it")
+        if is_job():
+            KD(run).do_job()
+            return
         run.announce()
         bake_off = KD(run)
         bake_off.check()

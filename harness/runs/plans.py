@@ -62,6 +62,17 @@ class Arm:
         return Namespace(**{**vars(config), "optimizer": optimizer})
 
 
+def teams(arms: Iterable[Arm], config: Namespace) -> list[tuple[Arm, ...]]:
+    """Group arms: those that learn from one another are a team, in the order of the arms."""
+    names = {arm.name: arm for arm in arms}
+    linked_sets: list[set[str]] = []
+    for arm in names.values():
+        linked = {arm.name, *(peer for peer in arm.objective(config).peers if peer in names)}
+        joined = [team for team in linked_sets if team & linked]
+        linked_sets = [team for team in linked_sets if not team & linked] + [set.union(linked, *joined)]
+    return [tuple(arm for arm in names.values() if arm.name in team) for team in linked_sets]
+
+
 def of_teacher(config: Namespace) -> Namespace:
     """Return the run's settings with the optimizer, scheduler and batch size of a teacher that has its own."""
     settings = vars(config)

@@ -164,7 +164,8 @@ class Session:
         """Say how results.json begins."""
         return Header(
             experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
-            hardware=environment.hardware(), versions=environment.versions(), commits=environment.commits(self.out),
+            hardware=next(iter(environment.machines(self.out)), environment.hardware()),
+            versions=environment.versions(), commits=environment.commits(self.out),
             config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
         )  # fmt: skip
 

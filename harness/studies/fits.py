@@ -53,7 +53,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     """
     path, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
     before = FitRecord.read(path) if path.exists() else None
-    if before is not None and before.max_epochs == plan.epochs:
+    if before is not None and is_finished(run, plan):
         if is_main_process() and not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
@@ -86,6 +86,12 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
     return record
+
+
+def is_finished(run: Session, plan: FitPlan) -> bool:
+    """Return whether a fit's record is there, of as many epochs."""
+    path = plan.record(run.out)
+    return path.exists() and FitRecord.read(path).max_epochs == plan.epochs
 
 
 def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
