@@ -37,6 +37,7 @@ from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.deploy import leaving
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.recipes import RECIPES, Recipe
@@ -67,6 +68,7 @@ class Options(cli.RunOptions):
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
         save_ckpt: write classifier.ckpt beside weights.pt, for LitClassifier.load_from_checkpoint.
+        export: a folder for the students of the first seed, each in files that run without this project.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -91,6 +93,7 @@ class Options(cli.RunOptions):
     tune_optimizer: bool | None = None
     tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     save_ckpt: bool = field(default=False, metadata=cli.FREE.metadata)
+    export: str | None = field(default=None, metadata=cli.CALL.metadata)
     list_layers: bool = field(default=False, metadata=cli.CALL.metadata)
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -103,7 +106,7 @@ class Options(cli.RunOptions):
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
         "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
-        "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
+        "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
         "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
     )  # fmt: skip
 
@@ -245,11 +248,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         tuning = Tuning(bake_off) if run.config.tune else None
         if tuning:
             tuning.check()
+        if run.config.export:
+            leaving.check_students(run, bake_off.arms)
         with run.folder():
             run.describe()
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
+            if run.config.export:
+                leaving.export_students(run, bake_off.arms)
 
 
 if __name__ == "__main__":
