@@ -6,7 +6,7 @@ from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.report import machine
-from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
+from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults, averaged_key
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
 from harness.reports.uncertainty import conclude, lead, paired_differences
@@ -123,6 +123,7 @@ def table(results: Results, scores_first: bool = False) -> Table:
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
+        *_averages(results),
         (f"Δ to ce, {metric.unit}", [NONE, *differences]),
     ]
     costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
@@ -134,6 +135,14 @@ def table(results: Results, scores_first: bool = False) -> Table:
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
     """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
+
+
+def _averages(results: Results) -> list[tuple[str, list[str]]]:
+    """Return the column of the metric by moving averages of weights, where students have them."""
+    metric, key = results.metric, averaged_key(results.metric)
+    title = f"by EMA of weights, {metric.columns[metric.name].rpartition(', ')[2]}"
+    cells = [metric.mean(net.scores[key]) if key in net.scores else NONE for net in results.nets.values()]
+    return [(title, cells)] if any(cell != NONE for cell in cells) else []
 
 
 def _difference(name: str, student: StudentResults, metric: Metric) -> str:
@@ -152,6 +161,11 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
     if results.teacher.nets < len(seeds):
         lines.append("teacher: one net, tested once, which taught with every seed.")
+    if (decay := results.config.get("ema")) is not None:
+        lines.append(
+            f"EMA: of moving averages of weights (--ema {decay}), in each student's folder ema; all else is of "
+            "the weights themselves."
+        )
     lines += [
         f"{name}: its net became a {student.net}, which these figures are of."
         for name, student in students.items()

@@ -26,7 +26,7 @@ from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
-from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
+from harness.studies.choices import check_averages, check_batch_size, check_modules, check_net, judged_by
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
@@ -100,6 +100,7 @@ class BakeOff:
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
         check_batch_size(session, students)
+        check_averages(session, trainer)
         check_monitors(session, trainer, students)
         check_callbacks(session, trainer, {**stages, "students": students})
 

@@ -79,6 +79,8 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
                 save_net(net, spec, plan.folder(run.out) / arm.name, run.net_facts())
+                if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
+                    save_net(average, spec, plan.folder(run.out) / arm.name / "ema", run.net_facts())
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
