@@ -64,6 +64,7 @@ class Options(cli.RunOptions):
         early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
             for --patience validations; the teacher, too. The others train on.
         patience: validations that --early_stopping waits; default: 3.
+        ema: decay, as 0.999, of moving averages of students' weights; they are tested beside the weights.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
@@ -89,6 +90,7 @@ class Options(cli.RunOptions):
     best_epoch: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
+    ema: float | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
@@ -136,6 +138,8 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
 
     def _check_ends(self) -> None:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise BadInput("ema", self.ema, "a decay between 0 and 1, such as 0.999")
         if self.early_stopping is None and self.patience is not None:
             raise BadInput("patience", self.patience, "--early_stopping val/loss, or another score, beside it")
         if self.early_stopping is not None:
@@ -226,7 +230,7 @@ class KD(BakeOff):
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-            optimizer_options=optimizers,
+            optimizer_options=optimizers, ema=config.ema,
         )  # fmt: skip
 
 

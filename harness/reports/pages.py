@@ -6,7 +6,7 @@ from harness.reports import samples, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.report import machine
-from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
+from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults, averaged_key
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
 from harness.reports.uncertainty import conclude, lead, paired_differences
@@ -124,6 +124,7 @@ def table(results: Results, scores_first: bool = False) -> Table:
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
+        *_averages(results),
         (f"Δ to ce, {metric.unit}", [*blank, *differences]),
     ]
     costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
@@ -135,6 +136,14 @@ def table(results: Results, scores_first: bool = False) -> Table:
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
     """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
+
+
+def _averages(results: Results) -> list[tuple[str, list[str]]]:
+    """Return the column of the metric by moving averages of weights, where students have them."""
+    metric, key = results.metric, averaged_key(results.metric)
+    title = f"by EMA of weights, {metric.columns[metric.name].rpartition(', ')[2]}"
+    cells = [metric.mean(net.scores[key]) if key in net.scores else NONE for net in results.nets.values()]
+    return [(title, cells)] if any(cell != NONE for cell in cells) else []
 
 
 def _difference(name: str, student: StudentResults, metric: Metric) -> str:
@@ -156,6 +165,11 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
         for name, teacher in results.teachers.items()
         if teacher.nets < len(seeds)
     ]
+    if (decay := results.config.get("ema")) is not None:
+        lines.append(
+            f"EMA: of moving averages of weights (--ema {decay}), in each student's folder ema; all else is of "
+            "the weights themselves."
+        )
     lines += [f"{name}: taught by {of}." for name, student in students.items() if (of := student.taught_by)]
     lines += [
         f"{name}: its net became a {student.net}, which these figures are of."
@@ -215,12 +229,15 @@ def _labelled(results: Results) -> int | None:
 
 
 def _labels(results: Results) -> list[str]:
-    """Say which labels students and teacher had, if the students had only some."""
+    """Say which labels students and teacher had, if the students had only some, or some are wrong."""
     config, total, labelled = results.config, results.data.get("train"), _labelled(results)
-    if labelled is None:
-        return []
-    teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
-    return [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    noise, lines = (config.get("data") or {}).get("init_args", {}).get("label_noise"), []
+    if labelled is not None:
+        teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
+        lines += [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    if noise:
+        lines += [f"label noise: {100 * noise:g} % of the training labels are another class, on purpose; no others."]
+    return lines
 
 
 def _kept_teacher(results: Results) -> list[str]:

@@ -13,6 +13,7 @@ from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
 from harness.reports.uncertainty import Interval, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
+from lit_modules.run_metrics import EMA
 from lit_modules.tasks import ACCURACY, METRICS, Metric
 
 BASELINE = "ce"
@@ -287,7 +288,7 @@ def combine_student(records: Sequence[NetRecord], metric: Metric) -> StudentResu
 def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     """Combine what teachers and students have in common; a net that failed has no figure but those of its kind."""
     trained = [{} if net.failed else net.figures for net in records]
-    of_seeds = [*metric.tested]
+    of_seeds = [*metric.tested, *(key for key in [averaged_key(metric)] if any(key in net for net in trained))]
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
         figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
@@ -303,6 +304,11 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
         "trained_steps": _where_any([net.trained_steps for net in records]),
         "best_epochs": _where_any([None if net.failed else net.best_epoch for net in records]),
     }  # fmt: skip
+
+
+def averaged_key(metric: Metric) -> str:
+    """Return the key of a metric of the moving averages of weights."""
+    return f"test_{EMA}{metric.score}"
 
 
 def _where_any(values: list[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from harness.runs.session import Session
 from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
-from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
+from harness.studies.choices import check_averages, check_batch_size, check_modules, check_net, judged_by
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
@@ -115,6 +115,7 @@ class BakeOff:
         students = build(self.arms)
         stages: dict[str, Learner] = {row_of(key): module for key, module in trained.items()}
         check_batch_size(session, *students)
+        check_averages(session, trainer)
         for students_of_one in students:
             check_monitors(session, trainer, students_of_one)
         check_callbacks(session, trainer, {**stages, "students": students[0]})

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import strategies
@@ -155,6 +156,16 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
                     raise error.__cause__ from None
                 raise
+
+
+def check_averages(run: Session, trainer: Trainer) -> None:
+    """Raise BadInput if a strategy's ranks don't have the weights of which `--ema` takes averages."""
+    usual = SingleDeviceStrategy, strategies.DDP, strategies.ZeRO1, strategies.FSDP, strategies.HSDP
+    strategy, decay = trainer.strategy, vars(run.config).get("ema")
+    has_whole = type(strategy) in usual and getattr(strategy, "replica_size", 1) == 1
+    if decay is not None and not has_whole:
+        expected = "--trainer.strategy ddp, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"
+        raise BadInput("ema", decay, f"{expected}; {type(strategy).__name__}'s are not")
 
 
 def check_batch_size(run: Session, *modules: Learner) -> None:

@@ -82,7 +82,10 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
                 taught_by = {} if arm.teachers == BY_TEACHER else {row_of(key): w for key, w in arm.teachers.items()}
-                save_net(net, spec, plan.folder(run.out) / arm.name, replace(run.net_facts(), taught_by=taught_by))
+                facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
+                save_net(net, spec, folder, facts)
+                if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
+                    save_net(average, spec, folder / "ema", facts)
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
