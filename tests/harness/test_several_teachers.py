@@ -121,6 +121,10 @@ def test_a_method_of_several_nets(tmp_path: Path) -> None:
         ([*BIG[:2], "--taught_by.kd.big", "0"], "--taught_by.kd.big 0: expected a weight above 0, or the name of one"),
         ([*BIG[:2], "--taught_by.kd", "big", "--tune", "2"], "--taught_by.kd big: expected no --tune beside it"),
         (
+            [*BIG[:2], "--taught_by.kd", "{teacher: 1, big: 1}", "--trainer.strategy", "pipeline", "--only", "kd"],
+            "--taught_by.kd 0.5 teacher and 0.5 teacher-big: expected one teacher under a pipeline",
+        ),
+        (
             [*BIG[:2], "--taught_by.kd", "big", "--taught_by.kd.teacher", "1"],
             "--taught_by.kd.teacher 1: expected either the weights of the teachers of kd, or one teacher",
         ),
