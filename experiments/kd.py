@@ -35,7 +35,7 @@ from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
 from harness.studies.layers import print_layers
-from harness.studies.recipes import RECIPES, Recipe
+from harness.studies.recipes import DEFAULT, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
@@ -49,7 +49,8 @@ class Options(cli.RunOptions):
     """Options of the distillation study.
 
     Args:
-        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all.
+        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all. Where
+            no --data is chosen it is few-labels; null gives the options' own defaults.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
@@ -145,6 +146,7 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_recipes("recipe", RECIPES)
+    parser.default_experiment("recipe", DEFAULT, unless="data")
     return parser
 
 

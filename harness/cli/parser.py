@@ -46,6 +46,7 @@ class Parser:
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
         self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
+        self._default_experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
@@ -84,6 +85,10 @@ class Parser:
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
         self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
+
+    def default_experiment(self, option: str, value: Any, unless: str) -> None:
+        """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
+        self._default_experiment = option, value, unless
 
     def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
@@ -151,8 +156,10 @@ class Parser:
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
-        start = self._defaults if run is None else self._read_saved(run)
-        added = [settings for option, value, settings in self._recipes if vars(options)[option] == value]
+        experiment = self._experiment(early) if run is None else {}
+        start = {**self._defaults, **experiment} if run is None else self._read_saved(run)
+        chosen = {**vars(options), **{option: setting.value for option, setting in experiment.items()}}
+        added = [settings for option, value, settings in self._recipes if chosen[option] == value]
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
         settings = self._merge([start, *added, *layers])
@@ -169,6 +176,13 @@ class Parser:
             raise SystemExit(0)
         self._parsed = dict(flat(self.as_dict(config)))
         return config
+
+    def _experiment(self, early: Layer) -> Layer:
+        """Return the setting of the default experiment; none where the user's settings choose another."""
+        if self._default_experiment is None:
+            return {}
+        option, value, key = self._default_experiment
+        return {} if option in early or key in early else {option: Setting(value)}
 
     def on_resume(self, flag: str) -> OnResume:
         """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
@@ -300,8 +314,8 @@ class Parser:
         check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
-        """Name all choices but the optimizer in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
-        parts = {}
+        """Name the recipe and choices but the optimizer: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        parts = {"recipe": recipe} if (recipe := vars(config).get("recipe")) else {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
             if key in self.classes and key not in {"optimizer", "scheduler"} and chosen:
