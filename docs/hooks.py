@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def shown() -> Iterator[Path]:
     """The pages, the files that they link to or show, and the site's style."""
     yield ROOT / "docs" / "site.css"
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         yield page
         targets = re.findall(r"\]\(([^)#:]+)", page.read_text("utf-8"))
         yield from filter(Path.is_file, ((page.parent / target).resolve() for target in targets))

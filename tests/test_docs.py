@@ -16,9 +16,13 @@ import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 NOTEBOOKS = list(ROOT.glob("notebooks/*.ipynb"))
 EXPORTING = ("lit_modules.objectives", "lit_modules.nets", "datamodules", "strategies")  # from their __init__
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def rendered(path: Path) -> str:
@@ -59,7 +63,7 @@ def broken(page: Path, root: Path = ROOT) -> list[str]:
     return [link for link in links(page) if not leads_somewhere(link, page, root)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
 
@@ -84,10 +88,11 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 def test_every_page_is_in_the_list_of_pages() -> None:
     """The site's navigation is made from it."""
     listed = re.findall(r"^\| \[.*?\]\((.*?)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
-    assert sorted([*listed, "README.md"]) == sorted(page.name for page in ROOT.glob("docs/*.md"))
+    docs = ROOT / "docs"
+    assert sorted([*listed, "README.md"]) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=name)
 def test_a_long_page_says_what_it_answers_and_what_to_read_next(page: Path) -> None:
     text = page.read_text()
     if text.count("\n") > 150:
@@ -96,7 +101,7 @@ def test_a_long_page_says_what_it_answers_and_what_to_read_next(page: Path) -> N
         assert paragraphs[-1].startswith("Next: [")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=name)
 def test_lines_end_at_120_characters(page: Path) -> None:
     """But for tables, commands and what can't be broken: code and links."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -117,7 +122,7 @@ def test_public_names_are_there() -> None:
         assert [name for name in listed if not hasattr(importlib.import_module(module), name)] == [], module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_pages_import_public_modules(page: Path) -> None:
     imported = re.findall(
         r"^from ((?:apprentice|lit_modules|datamodules|strategies)[\w.]*) import", page.read_text(), re.MULTILINE
@@ -125,7 +130,7 @@ def test_pages_import_public_modules(page: Path) -> None:
     assert {*imported} <= public_names().keys()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_site_reads_a_page_as_github_does(page: Path) -> None:
     """To Python-Markdown a list needs an empty line before it, and 4 spaces for each level."""
     here = markdown.markdown(page.read_text("utf-8"), extensions=["tables", "fenced_code"])

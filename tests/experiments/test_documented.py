@@ -59,7 +59,7 @@ SAVED = re.compile(
 def pages() -> list[Path]:
     """README and docs, in the order in which one reads them."""
     first = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
-    return [*first, *sorted({*(ROOT / "docs").glob("*.md")} - {*first})]
+    return [*first, *sorted({*(ROOT / "docs").rglob("*.md")} - {*first})]
 
 
 def text_of_notebook(path: Path) -> str:

@@ -165,7 +165,7 @@ def test_methods_are_those_with_defaults_by_their_names() -> None:
 
 
 def test_the_diagram_has_every_method_and_tells_what_relates_samples() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
     (diagram,) = re.findall(r"^```mermaid\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     boxes = re.findall(r'\["<b>(.*?)</b><br>(.*)"\]', diagram)
     kinds = {name: kind for kind, names in boxes for name in re.findall(r"\w+", names)}

@@ -16,7 +16,7 @@ from tests.launching import ended
 from tests.processes import launch
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXTS = {page.name: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+TEXTS = {page.relative_to(DOCS).as_posix(): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
 # A program, which begins with its command, and the block below it.
 PROGRAM = re.compile(
     r"^```python\n(# torchrun [^\n]* (\d) (\w+)\.py\n.*?)^```\n```\n(.*?)^```$", re.DOTALL | re.MULTILINE
