@@ -46,7 +46,7 @@ class Parser:
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
         self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
-        self._default_experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
+        self._experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
@@ -88,7 +88,7 @@ class Parser:
 
     def default_experiment(self, option: str, value: Any, unless: str) -> None:
         """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
-        self._default_experiment = option, value, unless
+        self._experiment = option, value, unless
 
     def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
         """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
@@ -156,10 +156,13 @@ class Parser:
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
-        experiment = self._experiment(early) if run is None else {}
-        start = {**self._defaults, **experiment} if run is None else self._read_saved(run)
-        chosen = {**vars(options), **{option: setting.value for option, setting in experiment.items()}}
-        added = [settings for option, value, settings in self._recipes if chosen[option] == value]
+        start = self._defaults if run is None else self._read_saved(run)
+        if run is None and self._experiment is not None:
+            option, experiment, key = self._experiment
+            if option not in early and key not in early:  # the user chooses no other
+                start = {**start, option: Setting(experiment)}
+                setattr(options, option, experiment)
+        added = [settings for option, value, settings in self._recipes if vars(options)[option] == value]
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
         settings = self._merge([start, *added, *layers])
@@ -176,13 +179,6 @@ class Parser:
             raise SystemExit(0)
         self._parsed = dict(flat(self.as_dict(config)))
         return config
-
-    def _experiment(self, early: Layer) -> Layer:
-        """Return the setting of the default experiment; none where the user's settings choose another."""
-        if self._default_experiment is None:
-            return {}
-        option, value, key = self._default_experiment
-        return {} if option in early or key in early else {option: Setting(value)}
 
     def on_resume(self, flag: str) -> OnResume:
         """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
@@ -314,14 +310,16 @@ class Parser:
         check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
-        """Name the recipe and choices but the optimizer: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
-        parts = {"recipe": recipe} if (recipe := vars(config).get("recipe")) else {}
+        """Name choices but the optimizer, and the recipe: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
             if key in self.classes and key not in {"optimizer", "scheduler"} and chosen:
                 parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
+        if recipe := vars(config).get("recipe"):
+            parts["recipe"] = recipe
         return ", ".join(f"{key} {what}" for key, what in parts.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
@@ -329,6 +327,8 @@ class Parser:
         settings = {}
         for key, entry in self.entries.items():
             value = plain(vars(config)[key])
+            if entry.named and key in self.classes:  # without a default's name it would come back
+                value |= {name: None for name in below(key, self._defaults) if "." not in name and name not in value}
             if value or not self._is_empty(key):
                 settings[key] = value["init_args"] if entry.options is not None else value
         return settings | {name: self.options.plain(name, vars(config)[name]) for name in self.options.hints}

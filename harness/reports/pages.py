@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.reports import samples, tuning
+from harness.reports import differences, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.report import machine
-from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
+from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults, differences_to
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
-from harness.reports.uncertainty import conclude, lead, paired_differences
+from harness.reports.uncertainty import conclude, lead
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
@@ -29,30 +29,12 @@ def markdown(results: Results) -> str:
         head(results, results.metric, results.pooled),
         table(results).markdown(),
         *notes(results),
-        *_another_test_set(results),
+        *differences.section(results),
         f"Objectives of the students:\n\n{learnt}",
         drawn,
         *_tuned(results),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _another_test_set(results: Results) -> list[str]:
-    """Write the intervals that also hold for other test sets of this size; nothing where there are none."""
-    metric, rows = results.metric, []
-    for name, student in results.students.items():
-        if student.delta_vs_ce is None or name == student.baseline or student.baseline not in results.students:
-            continue
-        interval = samples.difference_over_both(results, name, student.baseline)
-        if interval is not None and interval["low"] is not None:
-            rows.append([name, metric.difference(student.delta_vs_ce), metric.difference(interval)])
-    if not rows:
-        return []
-    header = ["variant", f"Δ over seeds, {metric.unit}", f"Δ over seeds and test {metric.counted}, {metric.unit}"]
-    explained = (
-        "Intervals over seeds are of this test set; those over seeds and samples together hold for others of its size."
-    )
-    return [explained, Table(header, rows).markdown()]
 
 
 def _tuned(results: Results) -> list[str]:
@@ -117,17 +99,15 @@ def notes(results: Results) -> list[str]:
     ]
     lines += _labels(results) + _kept_teacher(results) + ended_early(results)
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
-    scores = {name: student.scores[metric.name] for name, student in students.items()}
     baselines = dict.fromkeys(student.baseline for student in students.values())
     for baseline in (name for name in baselines if name in students):
-        others = [name for name, student in students.items() if student.baseline == baseline != name]
-        differences = {name: paired_differences(scores[name], scores[baseline]) for name in others}
-        lines.append(conclude(baseline, differences, metric))
+        paired = differences_to(baseline, students, metric)
+        lines.append(conclude(baseline, {name: paired[name] for name in paired if name != baseline}, metric))
     if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
         without = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
         lines += [f"No student is called {name}, so {without}." for name in missing]
     if results.config.get("zoo"):
-        lines.append(lead(list(scores.values()), metric))
+        lines.append(lead([student.scores[metric.name] for student in students.values()], metric))
     return [line for line in lines if line]
 
 
@@ -195,9 +175,12 @@ def star_failed(name: str, failed: Sequence[Failure | None]) -> str:
 
 
 def picture(results: Results) -> bytes:
-    """results.png: the metric with its intervals, and against the cost of training."""
+    """results.png: the metric with its intervals, the differences with theirs, and the metric against the cost."""
     label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
-    return metric_picture(students, label, teacher.mean if teacher.scores else None)
+    compared = {row.name: (row.single, row.corrected or row.single) for row in differences.rows(results)}
+    baselines = {student.baseline for student in results.students.values()}
+    to = f"Δ to {baselines.pop() if len(baselines) == 1 else 'ce of the same net'}, {results.metric.unit}"
+    return metric_picture(students, label, teacher.mean if teacher.scores else None, compared, to)
 
 
 def dots(results: Results, cost: Figure) -> tuple[str, list[Dot]]:

@@ -27,6 +27,7 @@ from tests.commands import Refusal, nets, results
 from tests.training import assert_same
 
 SMALL = [
+    "--data", "Digits",
     "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
     "--trainer.logger", "false",
 ]  # fmt: skip

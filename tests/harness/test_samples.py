@@ -20,6 +20,7 @@ from tests.figures import drawn
 MEANS = ("test_ece", "test_kl", "test_agreement")
 KEPT = ("test_right", "test_predicted", *MEANS)
 SMALL = [
+    "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "101", "--data.batch_size", "60", "--only", "ce", "kd",
     "--teacher", "LightNN", "--trainer.max_epochs", "1", "--seeds", "2",
 ]  # fmt: skip
