@@ -227,8 +227,9 @@ def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
                 os.killpg(process.pid, signal.SIGKILL)  # ranks too
             process.wait()
         output.seek(0)
-        last = [line.strip() for line in output if line.strip()][-1:]
-    return f"exit code {exit_code}: {''.join(last)}" if exit_code else ""
+        lines = [line.strip() for line in output if line.strip()]
+    reasons = [line for line in lines if " failed: " in line] or lines[-1:]  # of a study's rows, or of the whole
+    return f"exit code {exit_code}: {'; '.join(reasons)}" if exit_code else ""
 
 
 def measure(part: str, size: Size, path: Path) -> None:

@@ -5,6 +5,7 @@ from datamodules.cifar10 import CIFAR10, CIFAR100
 from datamodules.digits import Digits
 from datamodules.hugging_face import HuggingFaceImages
 from datamodules.image_folder import ImageFolder
+from datamodules.image_table import ImageTable
 from datamodules.images import ImageData
 from datamodules.labelled_text import LabelledText
 from datamodules.mnist import MNIST, FashionMNIST

@@ -18,6 +18,7 @@ from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
+from datamodules.preparation import Preparation
 from datamodules.splits import Samples, Source, Subset
 from datamodules.streams import Finish, Streamed
 
@@ -46,7 +47,8 @@ class InMemoryData(LightningDataModule):
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
         train_size: train on a seeded subset of this size; default: on all samples that are not held out.
-        test_size: likewise for testing; default: all.
+        test_size: likewise for testing, a count or a fraction; default: all. Of data without a test set, how many of
+            all samples to test on, stratified by class; default: a fifth.
         validation_size: training samples to hold out for validation, stratified by class: a count, or a fraction of the
             training set; 0 for none.
         subset: how `train_size` and `test_size` draw: `balanced` takes equal counts of all classes, as far as they
@@ -73,7 +75,7 @@ class InMemoryData(LightningDataModule):
         batch_size: int = 128,
         *,
         train_size: int | None = None,
-        test_size: int | None = None,
+        test_size: int | float | None = None,  # noqa: PYI041 - as validation_size
         validation_size: int | float = 0.1,  # noqa: PYI041 - the command line must distinguish a count from a fraction
         subset: Subset = "balanced",
         seed: int = 0,
@@ -91,14 +93,24 @@ class InMemoryData(LightningDataModule):
         self.name = type(self).__name__
         self.order_seed = 0
         self._splits: dict[str, Samples | Streamed] = {}
+        self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
-    def read(self) -> tuple[Source, Source] | tuple[Source, Source, Source]:
+    def read(self) -> tuple[Source] | tuple[Source, Source] | tuple[Source, Source, Source]:
         """Read the whole training and test sets, of which subsets are drawn later, and a third to validate on, if any.
 
-        That is used whole, unless `validation_size` is 0. Called once; BadInput if data are absent or damaged.
+        That is used whole, unless `validation_size` is 0. Without a test set, one is drawn from the training set, and
+        no group of near duplicates is split. Called once; BadInput if data are absent or damaged.
         """
         raise NotImplementedError
+
+    def near_duplicates(self, source: Source) -> Tensor | None:
+        """Return (n,) int64, the group of each sample that has to stay on one side of a split; None for no groups."""
+        return None
+
+    def split_list(self) -> list[tuple[str, str, str]]:
+        """Return the part, the name and the class of each sample if the test set is drawn and samples have names."""
+        return []
 
     def check_fits(self, count: int) -> None:
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
@@ -116,23 +128,31 @@ class InMemoryData(LightningDataModule):
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
-        training, testing, *others = self.read()
+        training, *others = self.read()
         for name in self.class_names:
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
-        sizes = self.train_size, 0 if others else self.validation_size
-        train, validation = splits.draw_train_and_validation(training.labels, *sizes, self.seed, self.subset)
-        validating = others[0] if others else training
-        if others:
-            validation = torch.arange(len(validating.labels) if self.validation_size else 0)
-        test = splits.draw_test(testing.labels, self.test_size, self.seed, self.subset)
-        self.check_fits(len(train) + len(validation) + len(test))
-        chosen = {"train": (training, train), "validation": (validating, validation), "test": (testing, test)}
+        self.test_is_drawn = not others
+        groups = self.near_duplicates(training) if self.test_is_drawn else None
+        sizes = splits.Sizes(self.train_size, self.validation_size, self.test_size, self.subset, self.seed)
+        places = splits.draw_parts([source.labels for source in (training, *others)], sizes, groups)
+        self.check_fits(sum(map(len, places)))
         if self.labelled is not None:
-            self._labelled_samples = splits.draw_labelled(training.labels[train], self.labelled, self.seed)
-        self._splits = {part: self.hold(source, places) for part, (source, places) in chosen.items()}
+            self._labelled_samples = splits.draw_labelled(training.labels[places[0]], self.labelled, self.seed)
+        sources = training, (others[1:] or [training])[0], (others or [training])[0]  # in the order of `LIMITS`
+        self._splits = {part: self.hold(sources[i], places[i]) for i, part in enumerate(LIMITS)}
+        if self.test_is_drawn:
+            self._describe_drawn()
         if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
+
+    def _describe_drawn(self) -> None:
+        """Say how many samples of the parts are drawn, and which classes are not tested."""
+        sizes = ", ".join(f"{part} {count:,}" for part, count in self.sizes.items())
+        self.say(f"there is no test set: split by class, as --data.seed {self.seed} draws: {sizes}")
+        counts = self._splits["test"].labels.bincount(minlength=self.num_classes).tolist()
+        if untested := [name for name, count in zip(self.class_names, counts, strict=True) if not count]:
+            self.say(f"classes without a test sample, as they have too few: {', '.join(untested)}")
 
     def say(self, line: str) -> None:
         """Print a line about the data to stderr, in one process."""
@@ -222,6 +242,11 @@ class InMemoryData(LightningDataModule):
     def net_arguments(self) -> dict[str, Any]:
         """Arguments of a net's constructor that the data determines."""
         return {name: getattr(self, name) for name in self.given_to_nets}
+
+    @property
+    def preparation(self) -> Preparation:
+        """How raw samples become inputs of a net, as net.yaml records it."""
+        return Preparation(kind="tensors", shape=tuple(self.input_shape))
 
     @property
     def example(self) -> Tensor:

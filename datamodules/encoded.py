@@ -50,6 +50,10 @@ class Encoded:
         """Of an image, for messages."""
         raise NotImplementedError
 
+    def short_name(self, place: int) -> str:
+        """Of an image, for lists: the same wherever the set lies."""
+        return self.name(place)
+
     def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         """An image whose pixels are read on demand, in the block; Damaged names it if they can't be."""
         raise NotImplementedError
@@ -103,12 +107,16 @@ class Encoded:
 
     def decoded(self, place: int) -> Image.Image:
         """One image, upright and in RGB; with an image size, short side resized and centre cropped."""
-        with self.open_image(place) as image:
-            turned, form = turn_upright(image), image.format
-        colours = to_rgb(turned, form, self.flag, self.name(place))
+        colours = self.upright(place)
         if self.image_size is None or colours.size == (self.image_size, self.image_size):
             return colours
         return transforms.center_crop(transforms.resize(colours, self.image_size), [self.image_size])
+
+    def upright(self, place: int) -> Image.Image:
+        """One image, upright and in RGB, in its own size."""
+        with self.open_image(place) as image:
+            turned, form = turn_upright(image), image.format
+        return to_rgb(turned, form, self.flag, self.name(place))
 
     def _large(self, place: int) -> bool:
         with self.open_image(place) as image:
@@ -132,6 +140,9 @@ class Files(Encoded):
 
     def name(self, place: int) -> str:
         return str(self._path(place))
+
+    def short_name(self, place: int) -> str:
+        return os.fsdecode(self.names[place])
 
     def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         path = self._path(place)

@@ -77,8 +77,9 @@ class HuggingFaceImages(StoredImages):
     """Images of a data set of the Hugging Face hub by its name, or of a local folder; needs the extra `datasets`.
 
     With a split `validation` (`valid`, `val`, `dev`) beside `train` and `test`, it is validated on. Without a labelled
-    `test` it is tested on, and training images are held out for validation. A line says so. Splits may number classes
-    in orders of their own: those of `train` count, by name.
+    `test` it is tested on, and training images are held out for validation; without both, images are drawn from `train`
+    for testing, too (`test_size`). A line says so. Splits may number classes in orders of their own: those of `train`
+    count, by name.
 
     Args:
         path: the data set's name, a folder of files that `load_dataset` reads, or one that `save_to_disk` wrote.
@@ -116,7 +117,7 @@ class HuggingFaceImages(StoredImages):
         if not self._splits:
             self._load()
 
-    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # two or three
+    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # one to three
         """Open the splits without decoding an image."""
         splits = self._load()
         image, label = self._columns(splits["train"].features)
@@ -196,13 +197,14 @@ class HuggingFaceImages(StoredImages):
         return torch.tensor([numbers[str(name)] for name in names])
 
     def _choose_parts(self, names: dict[str, list[str | None]], validation: str | None) -> dict[str, str]:
-        """The split of train, of test and, if it has one, of validation; `validation` is one for that."""
+        """The split of train, of test if there are labels, and of validation if it has one, which is `validation`."""
         hidden = {None, "-1"} - {*self.class_names}
         if not set(names.get("test", ())) <= hidden:
             return {"train": "train", "test": "test"} | ({"validation": validation} if validation else {})
         missing = "has no labels" if "test" in names else "is not there"
         if validation is None:
-            raise BadInput("data.path", self.path, f"a split test with labels; it {missing}")
+            self.say(f"the split test {missing}: test images are drawn from train")
+            return {"train": "train"}
         self.say(f"the split test {missing}: tests on {validation}, validates on images held out from train")
         return {"train": "train", "test": validation}
 

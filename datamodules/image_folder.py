@@ -14,15 +14,19 @@ from apprentice.errors import BadInput
 from datamodules.encoded import Encoded, Files
 from datamodules.stored_images import StoredImages
 
-VALIDATION = ("val", "valid", "validation")  # names of a folder for validation
+# Names of folders, in any case.
+TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+FLAT = "."  # the folder of a set that is not split
 ANNOTATIONS = "val_annotations.txt"  # Tiny-ImageNet's labels of val/images
 
 
 class ImageFolder(StoredImages):
-    """Images in `root/train/<class>/` and `root/test/<class>/`, as RGB; decodes only the chosen subset.
+    """Images in `root/train/<class>/` and `root/test/<class>/`, or in `root/<class>/`, as RGB; decodes what is chosen.
 
     A run validates on `root/val/<class>/`, if that is there. Without a labelled `test/`, as in ImageNet and
-    Tiny-ImageNet, it tests on `val/` and validates on images held out from training. A line says so.
+    Tiny-ImageNet, it tests on `val/` and validates on images held out from training. Without both, and where `root` has
+    class folders alone, test images are drawn by class, too (`test_size`). A line says so. Case does not matter in the
+    names of these folders.
 
     Class folders are searched recursively, as in torchvision. Hidden files and folders, and files that are no images,
     are skipped and counted in one line.
@@ -39,15 +43,17 @@ class ImageFolder(StoredImages):
     def beside(self) -> Path:
         return self.root
 
-    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # two or three
+    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # one to three
+        if self.root.is_file():
+            raise BadInput("data.root", self.root, "a folder; --data ImageTable reads a table of images")
         skipped = Counter[str]()
         folders = self._folders()
         samples = {part: self._samples(folder, skipped) for part, folder in folders.items()}
         names = {part: {name for _, name in pairs} for part, pairs in samples.items()}
         for part, folder in folders.items():
             for name in sorted(names["train"] ^ names[part]):
-                there, missing = ("train", folder) if name in names["train"] else (folder, "train")
-                expected = f"the same classes in train/ and {folder}/; {there}/{name} is not in {missing}/"
+                there, missing = (folders["train"], folder)[:: 1 if name in names["train"] else -1]
+                expected = f"the same classes in {folders['train']}/ and {folder}/; {there}/{name} is not in {missing}/"
                 raise BadInput("data.root", self.root, expected)
         self.class_names = tuple(sorted(names["train"]))
         if len(self.class_names) < 2:
@@ -55,15 +61,34 @@ class ImageFolder(StoredImages):
         return self.usable({part: self._files(pairs) for part, pairs in samples.items()}, skipped, self.root)
 
     def _folders(self) -> dict[str, str]:
-        """Return the folders of train and test, and of validation if there is one beside test."""
-        validation = next((name for name in VALIDATION if (self.root / name).is_dir()), None)
-        test = self.root / "test"
-        classes = {path.name for path in (self.root / "train").glob("*/")}
-        if validation is None or (test.is_dir() and {path.name for path in test.glob("*/")} & classes):
-            return {"train": "train", "test": "test"} | ({"validation": validation} if validation else {})
-        missing = "has no labels" if test.is_dir() else "is not there"
-        self.say(f"{test} {missing}: tests on {validation}/, validates on images held out from train/")
-        return {"train": "train", "test": validation}
+        """Return the folder of train, that of test if there is one, and of validation if there is one beside test."""
+        train, test, validation = (self._find(names) for names in (TRAIN, TEST, VALIDATION))
+        if train is None and not (test or validation):
+            return {"train": FLAT}
+        train = train or TRAIN[0]
+        tested = set() if test is None else self._classes(test)
+        if test is not None and (tested & self._classes(train) or (tested and validation is None)):
+            return {"train": train, "test": test} | ({"validation": validation} if validation else {})
+        missing = f"{self.root / (test or TEST[0])} {'is not there' if test is None else 'has no labels'}"
+        if validation is None:
+            self.say(f"{missing}: test images are drawn from {train}/")
+            return {"train": train}
+        self.say(f"{missing}: tests on {validation}/, validates on images held out from {train}/")
+        return {"train": train, "test": validation}
+
+    def _find(self, names: tuple[str, ...]) -> str | None:
+        """Return the folder with the first of these names, in any case; BadInput if several have it."""
+        folders = sorted(path.name for path in self.root.glob("*/"))
+        for name in names:
+            matching = [folder for folder in folders if folder.lower() == name]
+            if len(matching) > 1:
+                raise BadInput("data.root", self.root, f"one folder {name}/; there are {' and '.join(matching)}")
+            if matching:
+                return matching[0]
+        return None
+
+    def _classes(self, folder: str) -> set[str]:
+        return {path.name for path in (self.root / folder).glob("*/")}
 
     def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, str]]:
         """Return images and their classes, sorted by both."""
@@ -82,7 +107,7 @@ class ImageFolder(StoredImages):
             names = [name for name in find_classes(folder)[0] if not _is_hidden(Path(name))]
             samples = make_dataset(folder, {name: label for label, name in enumerate(names)}, is_valid_file=is_image)
         except (OSError, ValueError) as error:
-            expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/"
+            expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
             raise BadInput("data.root", self.root, f"{expected}; {folder}: {str(error).rstrip('. ')}") from error
         skipped.update(_kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in names)
         return [(Path(path), names[label]) for path, label in samples]

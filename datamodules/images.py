@@ -14,6 +14,7 @@ from apprentice.batch import Batch, Partners
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from datamodules.mixing import Mixing
+from datamodules.preparation import Preparation, normalize
 from datamodules.streams import Finish, Streamed
 from datamodules.transforms import Transforms
 
@@ -102,10 +103,13 @@ class ImageData(InMemoryData):
         Equal to torchvision's ToTensor and Normalize, bit for bit. Computes in float64 if that is the `dtype` (default:
         torch's default type), otherwise in float32.
         """
-        dtype = dtype or torch.get_default_dtype()
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, std = (_per_channel(tuple(values), images.device, exact) for values in (self.mean, self.std))
-        return images.to(exact).div_(self.levels).sub_(mean).div_(std).to(dtype)
+        return normalize(images, self.mean, self.std, dtype or torch.get_default_dtype(), self.levels)
+
+    @property
+    def preparation(self) -> Preparation:
+        if type(self).normalize is not ImageData.normalize:  # a user's own, which numbers don't tell
+            return super().preparation
+        return Preparation(kind="images", shape=self.input_shape, mean=tuple(self.mean), std=tuple(self.std))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment in training, then normalise to the module's type; Lightning's hook, on the device."""
@@ -148,13 +152,6 @@ class Augmentation:
         if self.shifts:
             images = augment(images, key, index, self.flips)
         return self.transforms(images, key, index) if self.transforms.steps else images
-
-
-@functools.cache
-def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return values as (C, 1, 1); cached, because a copy to a GPU waits for all work queued there."""
-    with torch.inference_mode(False):  # the first call may be in evaluation, a later one in training
-        return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
 def augment(images: Tensor, key: int, index: Tensor, flip: bool) -> Tensor:

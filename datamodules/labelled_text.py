@@ -8,6 +8,7 @@ import torch
 
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.preparation import Preparation
 from datamodules.splits import Split, complement
 
 Line = tuple[str, bytes]  # a label, and the text
@@ -35,6 +36,10 @@ class LabelledText(InMemoryData):
         if length < 1:
             raise BadInput("data.length", length, "at least 1 token")
         self.root, self.length, self.input_shape = Path(root).expanduser(), length, (length,)
+
+    @property
+    def preparation(self) -> Preparation:
+        return Preparation(kind="bytes", shape=self.input_shape)
 
     def lines(self) -> list[Line]:
         """All lines that are not empty, with their labels."""

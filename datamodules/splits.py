@@ -1,6 +1,7 @@
 """Training, validation and test samples: seeded, disjoint and stratified by class."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -12,6 +13,7 @@ from apprentice.errors import BadInput
 
 ROUNDING = 1e-6  # tolerance of a sum of fractions
 LISTED = 12  # classes whose counts are listed
+HELD_OUT = 0.2  # of samples without a test set, how much to test on
 Subset = Literal["balanced", "proportional"]
 
 
@@ -124,13 +126,15 @@ def describe_imbalance(labels: Tensor, class_names: Sequence[str]) -> str:
     return f"from {least} ({class_names[counts.index(least)]}) to {most} ({class_names[counts.index(most)]})"
 
 
-def check_sizes(train_size: int | None, test_size: int | None, validation_size: float, subset: Subset) -> None:
+def check_sizes(train_size: int | None, test_size: float | None, validation_size: float, subset: Subset) -> None:
     """Raise BadInput for sizes that no data set can have."""
     if subset not in get_args(Subset):
         raise BadInput("data.subset", subset, " or ".join(get_args(Subset)))
-    for flag, size in (("data.train_size", train_size), ("data.test_size", test_size)):
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise BadInput(flag, size, "a whole number of at least 1, or nothing for all samples")
+    if train_size is not None and (not isinstance(train_size, int) or train_size < 1):
+        raise BadInput("data.train_size", train_size, "a whole number of at least 1, or nothing for all samples")
+    if test_size is not None and not (test_size >= 1 if isinstance(test_size, int) else 0 < test_size < 1):
+        expected = "a count (1, 2, …), a fraction (0.0 < f < 1.0), or nothing for all samples"
+        raise BadInput("data.test_size", test_size, expected)
     whole = isinstance(validation_size, int)
     if not (whole and validation_size >= 0) and not (not whole and 0 <= validation_size < 1):
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
@@ -167,13 +171,51 @@ def count_held_out(validation_size: float, size: int) -> int:
     return validation_size if isinstance(validation_size, int) else round(validation_size * size)
 
 
+class Sizes(NamedTuple):
+    """How much is drawn for each part, and how: the options of InMemoryData."""
+
+    train: int | None
+    validation: float
+    test: float | None
+    subset: Subset
+    seed: int
+
+
+def draw_parts(labels: Sequence[Tensor], sizes: Sizes, groups: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw places for training, validation and testing, each sorted.
+
+    `labels` are those of the training set, then of the test set and of a validation set, if there are such. The latter
+    is used whole, unless its size is 0. Without a test set all parts are drawn from the training set, and `groups` (n,)
+    of it are not split.
+    """
+    training, *others = labels
+    if others:
+        rest, test = torch.arange(len(training)), draw_test(others[0], sizes.test, sizes.seed, sizes.subset)
+    else:
+        test = hold_out_test(training, sizes.test, sizes.seed, groups)
+        rest = complement(test, len(training))
+    of_rest = None if groups is None else groups[rest]
+    held_out = 0 if len(others) > 1 else sizes.validation
+    places = draw_train_and_validation(training[rest], sizes.train, held_out, sizes.seed, sizes.subset, of_rest)
+    train, validation = (rest[drawn] for drawn in places)
+    if len(others) > 1:
+        validation = torch.arange(len(others[1]) if sizes.validation else 0)
+    return train, validation, test
+
+
 def draw_train_and_validation(
-    labels: Tensor, train_size: int | None, validation_size: float, seed: int, subset: Subset
+    labels: Tensor,
+    train_size: int | None,
+    validation_size: float,
+    seed: int,
+    subset: Subset,
+    groups: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw disjoint places in `labels` for training and for validation, each sorted; BadInput if there are too few.
 
-    Validation samples are drawn first, in proportion to the classes; if `validation_size` is a count, they are the same
-    for any `train_size`. At least one sample of each class is for training.
+    Validation samples are drawn first, in proportion to the classes, and as `draw_whole_groups` does if there are
+    `groups`; if `validation_size` is a count, they are the same for any `train_size`. At least one sample of each class
+    is for training.
     """
     available, classes = len(labels), len(labels.unique())
     count = count_held_out(validation_size, available if train_size is None else train_size)
@@ -186,18 +228,58 @@ def draw_train_and_validation(
         largest = next(n for n in range(available, -1, -1) if n + count_held_out(validation_size, n) <= available)
         most = f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}"
         raise BadInput("data.train_size", train_size, most)
-    validation = proportional_subset(labels, count, keyed.fold_in(seed, 0))
+    validation = draw_whole_groups(labels, count, keyed.fold_in(seed, 0), groups)
     train = complement(validation, available)
     if train_size is not None:
         train = train[draw_places(labels[train], train_size, keyed.fold_in(seed, 1), subset)]
     return train, validation
 
 
-def draw_test(labels: Tensor, test_size: int | None, seed: int, subset: Subset) -> Tensor:
+def draw_test(labels: Tensor, test_size: float | None, seed: int, subset: Subset) -> Tensor:
     """Draw places in `labels` for testing, sorted; all without a size. Raise BadInput if there are fewer samples."""
-    if test_size is not None and test_size > len(labels):
+    size = len(labels) if test_size is None else max(count_held_out(test_size, len(labels)), 1)
+    if size > len(labels):
         raise BadInput("data.test_size", test_size, f"at most {len(labels)}, the test samples there are")
-    return draw_places(labels, len(labels) if test_size is None else test_size, keyed.fold_in(seed, 2), subset)
+    return draw_places(labels, size, keyed.fold_in(seed, 2), subset)
+
+
+def hold_out_test(labels: Tensor, test_size: float | None, seed: int, groups: Tensor | None) -> Tensor:
+    """Draw places in `labels` for testing, sorted, in proportion to the classes, where there is no test set.
+
+    By default `HELD_OUT` of them. At least one sample of each class is left; BadInput if there are too few.
+    """
+    available, classes = len(labels), len(labels.unique())
+    size = max(count_held_out(HELD_OUT if test_size is None else test_size, available), 1)
+    if size > available - classes:
+        expected = f"at most {available - classes} of the {available} samples, as one of each class has to train"
+        raise BadInput("data.test_size", test_size, f"{expected}: there is no test set to draw from")
+    return draw_whole_groups(labels, size, keyed.fold_in(seed, 7), groups)
+
+
+def draw_whole_groups(labels: Tensor, size: int, key: int, groups: Tensor | None = None) -> Tensor:
+    """Draw sorted places in `labels`, from each class its proportion; samples of one of the `groups` (n,) all or none.
+
+    Without groups of several samples it is `proportional_subset`, and the result is (size,). Otherwise each class has
+    as many as there, if groups can be chosen so: in a random order, a group is taken if it exceeds the count of no
+    class by more than half of its samples in that class, and leaves one sample of it.
+    """
+    drawn = proportional_subset(labels, size, key)
+    if groups is None or len(groups.unique()) == len(groups):
+        return drawn
+    counts, classes = labels.bincount(), labels.tolist()
+    wanted, left = labels[drawn].bincount(minlength=len(counts)).tolist(), (counts - 1).tolist()
+    members, taken = dict[int, list[int]](), list[int]()
+    for place, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(place)
+    in_order = list(members.values())
+    for number in keyed.permutation(len(in_order), key, 1).tolist():
+        of_classes = Counter(classes[place] for place in in_order[number])
+        if all(2 * wanted[label] >= count and left[label] >= count for label, count in of_classes.items()):
+            taken += in_order[number]
+            for label, count in of_classes.items():
+                wanted[label] -= count
+                left[label] -= count
+    return torch.tensor(sorted(taken), dtype=torch.int64)
 
 
 def draw_places(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:

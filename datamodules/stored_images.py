@@ -16,6 +16,7 @@ from datamodules.decoded import Decoded
 from datamodules.encoded import Damaged, Encoded
 from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
+from datamodules.near_duplicates import group_near_duplicates, repeated_values
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import Streamed, read_batches
 
@@ -41,6 +42,8 @@ class StoredImages(ImageData):
             this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
         on_error: at an image that can't be read `stop` the run; or check all images before training, in one pass, and
             `skip` those that can't be read, counted in a line.
+        group_duplicates: where the test set is drawn, because there is none: keep images that are equal, or nearly so
+            (`datamodules.near_duplicates`), in one part, for which all are decoded once before.
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
@@ -59,6 +62,7 @@ class StoredImages(ImageData):
         cache_dir: str | Path | None = None,
         num_workers: int | None = None,
         on_error: OnError = "stop",
+        group_duplicates: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -72,6 +76,7 @@ class StoredImages(ImageData):
             raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
         self.image_size, self.cache, self.num_workers, self.on_error = image_size, cache, num_workers, on_error
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
+        self.group_duplicates = group_duplicates
         self._encoded: list[Encoded] = []  # of train, validation and test
 
     def beside(self) -> Path:
@@ -100,6 +105,34 @@ class StoredImages(ImageData):
         if damaged == len(readable):
             raise BadInput("data.on_error", self.on_error, f"images of {part} that can be read; none of {damaged} can")
         return images.part(readable.nonzero().flatten())
+
+    def near_duplicates(self, source: Source) -> Tensor | None:
+        """Group near duplicates, and say how many there are; None with `group_duplicates` false."""
+        if not self.group_duplicates:
+            return None
+        images = cast("Encoded", source)
+        groups = group_near_duplicates(images, self.num_workers)
+        members = [(groups == group).nonzero().flatten() for group in repeated_values(groups)]
+        if members:
+            count = sum(map(len, members))
+            self.say(f"near duplicates: images {count}, groups {len(members)}, each kept in one part")
+        mixed = [group for group in members if len(images.labels[group].unique()) > 1]
+        if mixed:
+            first, *others = mixed[0].tolist()
+            other = next(place for place in others if images.labels[place] != images.labels[first])
+            pair = f"{images.short_name(first)} and {images.short_name(other)}"
+            self.say(f"near duplicates in several classes: groups {len(mixed)}, such as {pair}")
+        return groups
+
+    def split_list(self) -> list[tuple[str, str, str]]:
+        """Return the part, the name and the class of each image if the test set is drawn."""
+        self.split("train")
+        return [
+            (part, images.short_name(place), self.class_names[label])
+            for part, images in zip(LIMITS, self._encoded, strict=True)
+            for place, label in enumerate(images.labels.tolist())
+            if self.test_is_drawn
+        ]
 
     def check_fits(self, count: int) -> None:
         """Choose where images are kept, unless set; raise BadInput if they are to be in memory and do not fit."""

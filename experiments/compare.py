@@ -26,7 +26,7 @@ from harness.cli.messages import with_flag
 from harness.cli.sources import expand_home
 from harness.reports import pages
 from harness.runs import environment
-from harness.start import console
+from harness.start import called_as, console
 from harness.studies import compare as comparison
 
 
@@ -41,7 +41,10 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the runs that the command line names."""
     parser = Parser(
-        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        called_as("compare.py"),
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=expand_home, metavar="RUN", help="folder of a finished run")
     where = "where the results go; by default a folder under runs/compare/"

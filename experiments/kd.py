@@ -18,9 +18,10 @@ from harness import start
 if __name__ == "__main__":
     start.script(OMP_WAIT_POLICY="PASSIVE")  # threads that spin while they wait slow small nets down
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -28,9 +29,10 @@ from torch import nn
 import datamodules
 from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
+from datamodules.base import LARGEST_BATCH
 from harness import cli
 from harness.runs.files import can_be_written
-from harness.runs.plans import Arm
+from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
@@ -66,6 +68,7 @@ class Options(cli.RunOptions):
         teacher_ckpt_ema: of a teacher_ckpt with two sets of weights, whether to load the moving averages.
         teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
         teacher_continue: train on with the states of optimizer and scheduler that teacher_ckpt has beside the weights.
+        teacher_batch_size: of a teacher that is trained here; default: --data.batch_size, as the students'.
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
@@ -86,15 +89,25 @@ class Options(cli.RunOptions):
     teacher_ckpt_ema: bool | None = None
     teacher_epochs: int | None = None
     teacher_continue: bool = False
+    teacher_batch_size: int | None = None
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
+    common: ClassVar[Collection[str]] = (
+        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
+        "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
+        "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_tuning()
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
+        if self.teacher_batch_size is not None and not 1 <= self.teacher_batch_size <= LARGEST_BATCH:
+            raise BadInput(
+                "teacher_batch_size", self.teacher_batch_size, f"a number of samples, 1 to {LARGEST_BATCH:,}"
+            )
         if self.teacher_ckpt_partial and (self.teacher_ckpt is None or self.teacher_epochs is None):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it: what is not loaded has to be trained"
             raise BadInput("teacher_ckpt_partial", "true", expected)
@@ -133,15 +146,18 @@ def parser() -> cli.Parser:
     """The command line: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
-    parser.add_choice("data", kinds, datamodules, "Digits")
-    parser.add_choice("teacher", (nets.Net, nn.Module), nets, "DeepNN", fixed=given_by_data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", fixed=given_by_data, unless="students")
-    parser.add_variants("students", (nets.Net, nn.Module), nets, {}, fixed=given_by_data)
+    parser.add_choice("data", kinds, datamodules, "Digits", about="the data set")
+    net, method = (nets.Net, nn.Module), (objectives.Objective, objectives.FeatureObjective)
+    parser.add_choice("teacher", net, nets, "DeepNN", fixed=given_by_data, about="the net that teaches")
+    parser.add_choice(
+        "student", net, nets, "LightNN", fixed=given_by_data, unless="students", about="the net that learns"
+    )
+    parser.add_variants("students", net, nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", (objectives.Objective, objectives.FeatureObjective), objectives, variants)
+    parser.add_variants("variants", method, objectives, variants, about="one more student")
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
-    parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why))
+    parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
@@ -162,7 +178,11 @@ class KD(BakeOff):
             load_teacher(session, net, seed)
         if config.teacher_head_only:
             nets.heads(net, "teacher")  # or it is refused by its flag
-        options = {**learner_options(config, session.data), "seed": seed, "head_only": config.teacher_head_only}
+        options = {
+            **learner_options(of_teacher(config), session.data),
+            "seed": seed,
+            "head_only": config.teacher_head_only,
+        }
         module = LitClassifier(net, session.data.num_classes, **options)
         if config.teacher_continue:
             go_on(module, checkpoint_of(session, seed))

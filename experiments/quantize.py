@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         builder.check()
         with run.folder():
             study = Study(run, latency) if is_main_process() else None
-            net, spec = builder.student()
+            net, saved = builder.student()
             int8 = builder.int8(net)
             if study is not None:
-                study.run(spec, *images_of(run.data, "test"), partial(builder.formats, net, int8))
+                study.run(saved, *images_of(run.data, "test"), partial(builder.formats, net, int8))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,13 @@ def loaded() -> None:
     gc.enable()
 
 
+def called_as(script: str) -> str:
+    """Return how to start an experiment: its script in a clone, or a sub-command of the installed `apprentice`."""
+    if any(Path(word).name == "apprentice" for word in sys.orig_argv[:2]):
+        return f"apprentice {Path(script).stem}"
+    return f"python experiments/{script}"
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a script's main and end the process with its exit code.
 

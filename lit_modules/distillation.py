@@ -25,7 +25,7 @@ from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.side_by_side import side_by_side
-from lit_modules.student import CE, Student, check_parameters, choose_layers
+from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
 
@@ -138,8 +138,11 @@ class Distillation(Learner):
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
+            flag = f"variants.{name}"
+            if teacher is not None:
+                check_features(teacher, student.objective.teacher_layers, flag)
             outputs = teacher and teacher.match_dtype(student.net)
-            student.build(example, outputs, self.seed, f"variants.{name}", self._samples, self._labelled, peers)
+            student.build(example, outputs, self.seed, flag, self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
 
     @property

@@ -11,11 +11,10 @@ import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
-from apprentice.errors import BadInput, reason
+from apprentice.errors import BadInput, naming, reason
 from apprentice.keyed import Dropout, find_unkeyed_layers
 from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
@@ -23,12 +22,11 @@ from lit_modules.nets import globalise, has_no_running_statistics, unwrap_logits
 from lit_modules.nets.batch_norm import find_local_batch_norms
 from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
+from lit_modules.schedules import Length, MakeScheduler, build_scheduler, check_steps, nominal
 from lit_modules.tasks.base import LABELLED, TOKENS, Task
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
 adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
-BY_STEP = OneCycleLR, CyclicLR  # schedulers that count the optimizer's steps; all others count epochs
 
 
 class Learner(RunMetrics):
@@ -36,7 +34,8 @@ class Learner(RunMetrics):
 
     Each run has a parameter group, a gradient norm and a loss scale of its own. A run with a loss or gradient that is
     not finite has failed: its parameters no longer change, and `failed` names it. The scheduler is stepped once an
-    epoch, but OneCycleLR and CyclicLR with each step of the optimizer. A module that is one run calls it "".
+    epoch, but those of `lit_modules.schedules.BY_STEP` with each step of the optimizer. A module that is one run calls
+    it "".
 
     Attributes:
         saved: attributes that a checkpoint holds, beside the loss scales.
@@ -168,18 +167,28 @@ class Learner(RunMetrics):
         optimizer = self._build_optimizer()
         if self.make_scheduler is None:
             return [optimizer], []
-        scheduler = self.make_scheduler(optimizer)
-        if not isinstance(scheduler, BY_STEP):
-            return [optimizer], [scheduler]
+        with naming("scheduler"):
+            scheduler, by_step = build_scheduler(self.make_scheduler, optimizer, self._length())
         if self.attached_trainer is not None:
-            _check_steps(scheduler, self.trainer.estimated_stepping_batches)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+            check_steps(scheduler, self._length().steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step" if by_step else "epoch"}]
 
-    def check_optimizer(self, steps: float) -> None:
-        """Raise BadInput if the optimizer can't take a parameter, or the scheduler ends before so many steps."""
+    def _length(self) -> Length:
+        """The length of the attached Trainer's fit."""
+        if self.attached_trainer is None:
+            return nominal()
+        steps = self.trainer.estimated_stepping_batches  # sets up the data, whose batches are counted
+        batches = self.trainer.num_training_batches
+        of_epoch = 1 if math.isinf(batches) else math.ceil(batches / self.trainer.accumulate_grad_batches)
+        return Length(steps, of_epoch)
+
+    def check_optimizer(self, steps: float, steps_per_epoch: int = 1) -> None:
+        """Raise BadInput if the optimizer can't take a parameter, or the scheduler does not fit so many steps."""
         optimizer = self._build_optimizer()
         if self.make_scheduler is not None:
-            _check_steps(self.make_scheduler(optimizer), steps)
+            with naming("scheduler"):
+                scheduler, _ = build_scheduler(self.make_scheduler, optimizer, Length(steps, steps_per_epoch))
+            check_steps(scheduler, steps)
 
     def _build_optimizer(self) -> Optimizer:
         """The optimizer of the runs' parameters; BadInput names one that it can't take."""
@@ -301,12 +310,6 @@ class Learner(RunMetrics):
         state = dict(checkpoint["learner"])
         self.loss_scales.load_state_dict(state.pop("loss_scales", {}))
         vars(self).update(state)
-
-
-def _check_steps(scheduler: LRScheduler, steps: float) -> None:
-    total = getattr(scheduler, "total_steps", math.inf) if isinstance(scheduler, BY_STEP) else math.inf
-    if total < steps:
-        raise BadInput("scheduler.total_steps", total, f"at least {steps}, the optimizer's steps in this training")
 
 
 @torch.no_grad()

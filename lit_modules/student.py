@@ -127,6 +127,7 @@ class Student(nn.Module):
         rows = torch.arange(len(example))
         objective.place = Place(index=rows, rows=rows, count=len(rows), samples=samples, peers=peers)
         outputs = self.eval().raw(example)
+        check_features(outputs, objective.student_layers, flag)
         with naming(flag):
             keyed.with_seed(seed, partial(objective.build, outputs, teacher))
         globalise(objective.to(outputs.logits.dtype))
@@ -145,6 +146,15 @@ class Student(nn.Module):
             expected = f"an objective for outputs such as these nets'; it says: {reason(error)}"
             raise BadInput(flag, type(objective).__name__, expected) from None
         self.train(mode)
+
+
+def check_features(outputs: Outputs, layers: Mapping[str, str], flag: str) -> None:
+    """Raise BadInput if a layer that an objective reads has not run, or gives no tensor, such as a tuple."""
+    for option, path in layers.items():
+        output = outputs.features.get(path)
+        if not isinstance(output, Tensor):
+            what = "it takes no part in a forward" if output is None else f"its output is a {type(output).__name__}"
+            raise BadInput(f"{flag}.{option}", path, f"a layer that gives a tensor; {what}")
 
 
 def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> None:

@@ -183,13 +183,15 @@ class DDP(Exact, AveragesGradients):
         super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> Any:
-        if self._split_devices is None or self.exact is not None:
+        if self.exact is not None:
             return super()._setup_model(model)
         for split in self._splits:
             if self.world_size > 1 and split.split_size is not None and (layers := split.gathering_layers()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"
                 raise BadInput("split_size", split.split_size, f"None, {why}")
-        return DistributedDataParallel(model, **self._ddp_kwargs)
+        # On the stream of forward, not on one of its own as Lightning does: torch warns of two, whose gradients wait.
+        device_ids = self.determine_ddp_device_ids() if self._split_devices is None else None
+        return DistributedDataParallel(model, device_ids, **self._ddp_kwargs)
 
     def on_train_start(self) -> None:
         """Move optimizer states, which Lightning has loaded to one device, to their parameters' devices."""

@@ -9,10 +9,10 @@ from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
 from harness.cli.parser import Parser
 from harness.cli.resuming import CALL, FREE, GROWS, OnResume
 from harness.cli.rows import Row, choice_at, pick, rows
-from harness.cli.training import Strategies
+from harness.cli.training import Strategies, scheduler_factory
 
 __all__ = [
     "CALL", "FREE", "GROWS", "MOST_SEEDS", "Choice", "OnResume", "OneSeedOptions", "Parser", "Row",
     "RunOptions", "Strategies", "arguments", "build", "choice_at", "factory", "one_line_errors", "pick", "refusals",
-    "rows", "with_flag",
+    "rows", "scheduler_factory", "with_flag",
 ]  # fmt: skip

@@ -55,13 +55,14 @@ class Classes:
     refused: Mapping[type, str] = field(default_factory=dict)  # classes that can't be used, with what to take instead
 
     is_switch: bool = False  # true and false are choices, too
+    more: tuple[type, ...] = ()  # classes of ours that have short names beside the package's
 
     @property
     def by_name(self) -> dict[str, type]:
-        """The package's classes by short name."""
+        """The package's classes, then ours, by short name."""
         return {
             name: value
-            for name, value in vars(self.package).items()
+            for name, value in [*vars(self.package).items(), *((chosen.__name__, chosen) for chosen in self.more)]
             if inspect.isclass(value) and issubclass(value, self.bases[0]) and value not in self.bases
             and not inspect.isabstract(value) and not name.startswith("_")
             and not issubclass(value, tuple(self.refused))
@@ -86,13 +87,17 @@ class Classes:
 
     def is_same(self, name: Any, old: Any, options: Mapping[str, Any]) -> bool:
         """Return whether a name stands for the class of an old name, which has these options."""
-        whole, before = (value if "." in str(value) else f"{self.package.__name__}.{value}" for value in (name, old))
-        return whole == before
+        return self._whole(name) == self._whole(old)
+
+    def _whole(self, name: Any) -> str:
+        """Return an import path for a short name."""
+        ours = {chosen.__name__: f"{chosen.__module__}.{chosen.__name__}" for chosen in self.more}
+        return str(name) if "." in str(name) else ours.get(str(name), f"{self.package.__name__}.{name}")
 
     def path(self, chosen: type, name: str) -> str:
-        """Return the class path to write down: the package's if the class is there, else the name."""
+        """Return the class path to write down: the package's if the class is there, that of ours, else the name."""
         inside = vars(self.package).get(chosen.__name__) is chosen
-        return f"{self.package.__name__}.{chosen.__name__}" if inside else name
+        return self._whole(chosen.__name__) if inside or chosen in self.more else name
 
     def expected(self, name: Any = "") -> str:
         """Return the short names, for a message, and those near to `name`."""

@@ -28,21 +28,6 @@ WORDS = {
     timedelta: "a time, such as 0:30:00",
 }  # fmt: skip
 ANYTHING = "a value"
-# What other programs call options of ours; with a value, if that is what is meant.
-ALSO_CALLED = {
-    "accumulate": ["accumulate_grad_batches"], "alpha": ["kd_weight"], "amp": ["precision"],
-    "arch": ["student", "net"], "bs": ["batch_size"], "checkpoint": ["teacher_ckpt"], "ckpt": ["teacher_ckpt"],
-    "clip": ["gradient_clip_val"], "cpu": ["accelerator cpu"], "cuda": ["accelerator gpu"], "dataset": ["data"],
-    "device": ["accelerator", "devices"], "early_stopping": ["callbacks EarlyStopping"], "epochs": ["max_epochs"],
-    "fp16": ["precision 16-mixed"], "gpu": ["devices"], "gpus": ["devices"], "grad_clip": ["gradient_clip_val"],
-    "iterations": ["max_steps"], "learning_rate": ["lr"], "load": ["teacher_ckpt"], "log_dir": ["out"],
-    "lr_scheduler": ["scheduler"], "model": ["student", "net"], "momentum": ["optimizer SGD --optimizer.momentum"],
-    "nodes": ["num_nodes"], "num_epochs": ["max_epochs"], "num_gpus": ["devices"],
-    "num_workers": ["data ImageFolder --data.num_workers"], "opt": ["optimizer"], "output": ["out"],
-    "output_dir": ["out"], "patience": ["callbacks EarlyStopping"], "pretrained": ["teacher_ckpt"],
-    "save_dir": ["out"], "seed": ["seeds"], "steps": ["max_steps"], "wd": ["weight_decay"],
-    "workers": ["num_workers", "data ImageFolder --data.num_workers"], "world_size": ["devices"],
-}  # fmt: skip
 WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \w+|exited unexpectedly)")
 # What torch says where memory ends, and how much torch and numpy wanted.
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC")
@@ -117,18 +102,6 @@ def near(name: Any, names: Iterable[str]) -> str:
     lower = {other.lower(): other for other in names}
     matches = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, 3, 0.6)]
     return f"; near: {', '.join(matches)}" if matches else ""
-
-
-def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
-    """Extend `near` by flags with the same last word, and by those that other programs call by this name."""
-    flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
-    last = name.rpartition(".")[2]
-    matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
-    for meant, _, value in (entry.partition(" ") for entry in [*ALSO_CALLED.get(last, []), last]):
-        matches += [f"{other} {value}".strip() for other in flags if other.rpartition(".")[2] == meant]
-    matches = [*dict.fromkeys(matches)] or difflib.get_close_matches(name, flags, 3, 0.6)
-    listed = [prefix + flags.get(match, match) for match in matches[:3]]
-    return f"; near: {', '.join(listed)}" if listed else ""
 
 
 def words(hint: Any) -> str:

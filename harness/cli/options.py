@@ -34,6 +34,7 @@ class RunOptions:
     checkpoint_every: float = field(default=30.0, metadata=FREE.metadata)
     exact: int | None = None
     num_classes: int | None = None
+    common: ClassVar[Collection[str]] = ()  # the flags of --help; empty: the script's own and usual ones of the Trainer
     idle: ClassVar[Collection[str]] = ()  # options that do nothing in a script; --help leaves them out
     why_inexact: ClassVar[str] = ""  # why there is no exact mode; empty where there is one
     quick_values: ClassVar[Mapping[str, Any]] = {}  # what `--quick true` sets where it is not given

@@ -1,5 +1,6 @@
 """The command line of an experiment, in two passes: which classes are chosen, then the options of each."""
 
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,11 @@ from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FIXED, FREE, OnResume, check_same, rules_of
+from harness.cli.resuming import CALL, FIXED, FREE, NOTHING, OnResume, check_same, rules_of
 from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
+from harness.start import called_as
 from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
@@ -33,7 +35,8 @@ class Entry:
     named: bool = False  # there are many, by names of the user's own
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     unless: str = ""  # the key of choices by names: where there are some, none is made here
-    about: str = ""  # describes texts in the help
+    like: str = ""  # the key whose class and options this one has where options are set and no class
+    about: str = ""  # what it is, for the help
 
 
 class Parser:
@@ -41,6 +44,7 @@ class Parser:
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
+        self.name = called_as(prog).removeprefix("python experiments/")
         self.options = Signature(options)
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
@@ -50,6 +54,7 @@ class Parser:
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
+        self._apart: list[str] = []  # how the flags of optimizers begin
         if options.quick_values:
             self.add_recipes("quick", {True: options.quick_values})
 
@@ -62,10 +67,11 @@ class Parser:
         skip: Iterable[str] = (),  # arguments of constructors that are not options
         fixed: Fixed | None = None,  # names more of them
         unless: str = "",  # the key of variants: where there are some, nothing is chosen here
+        about: str = "",  # what it is, for the help
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(bases, package, frozenset(skip))
-        self._add(key, Entry(fixed=fixed, unless=unless), default)
+        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
     def add_variants(
         self,
@@ -74,13 +80,14 @@ class Parser:
         package: ModuleType,
         defaults: Mapping[str, Any],
         fixed: Fixed | None = None,  # as above
+        about: str = "",
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
         The plain option `only`, if there is one, says which of them are wanted; see `rows`.
         """
         self.classes[key] = Classes(bases, package)
-        self._add(key, Entry(named=True, fixed=fixed), dict(defaults))
+        self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
@@ -90,12 +97,19 @@ class Parser:
         """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
         self._experiment = option, value, unless
 
-    def add_optimizer(self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED) -> None:
-        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed."""
+    def add_optimizer(
+        self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
+    ) -> None:
+        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed.
+
+        Nets that may be trained `apart`, such as a teacher, have `--NAME_optimizer` and `--NAME_scheduler` beside them.
+        """
         self._on_resume["scheduler"] = scheduler_on_resume
-        self.classes |= {"optimizer": training.OPTIMIZERS, "scheduler": training.SCHEDULERS}
-        self._add("optimizer", Entry(), default)
-        self._add("scheduler", Entry(), None)
+        self._apart = ["", *(f"{name}_" for name in apart)]
+        for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
+            self.classes[before + key] = classes
+            chosen = default if before + key == "optimizer" else None
+            self._add(before + key, Entry(like=key if before else "", about=about), chosen)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -147,22 +161,22 @@ class Parser:
         """
         self._parsed = {}
         put_working_directory_first()  # jsonargparse imports functions
-        layers, bare = read(sys.argv[1:] if argv is None else argv)
+        try:
+            layers, bare = read(sys.argv[1:] if argv is None else argv)
+        except BadInput as error:
+            if error.value == NOTHING:  # perhaps there is no such flag
+                resolver = self._resolve(self._defaults)[0]
+                resolver.refuse_without_value(error.argument, self.name, self.entries, self.options.defaults)
+            raise
         if "help" in bare:
-            sys.stdout.write(self._help(layers))
+            sys.stdout.write(self._help(layers, bare["help"]))
             raise SystemExit(0)
         early = self._merge(layers)
         with as_written(early):
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
-        start = self._defaults if run is None else self._read_saved(run)
-        if run is None and self._experiment is not None:
-            option, experiment, key = self._experiment
-            if option not in early and key not in early:  # the user chooses no other
-                start = {**start, option: Setting(experiment)}
-                setattr(options, option, experiment)
-        added = [settings for option, value, settings in self._recipes if vars(options)[option] == value]
+        start, *added = self._new_run(early) if run is None else [self._read_saved(run), *self._recipes_of(early)]
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
         settings = self._merge([start, *added, *layers])
@@ -179,6 +193,18 @@ class Parser:
             raise SystemExit(0)
         self._parsed = dict(flat(self.as_dict(config)))
         return config
+
+    def _new_run(self, early: Layer) -> list[Layer]:
+        """Return the defaults of a run with these settings of the user's, and those that its recipes add."""
+        experiment: Layer = {}
+        if self._experiment is not None:
+            option, value, key = self._experiment
+            experiment = {} if option in early or key in early else {option: Setting(value)}
+        return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
+
+    def _recipes_of(self, early: Layer) -> list[Layer]:
+        values = {**self.options.defaults, **self._values(early)}
+        return [settings for option, value, settings in self._recipes if values[option] == value]
 
     def on_resume(self, flag: str) -> OnResume:
         """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
@@ -239,7 +265,7 @@ class Parser:
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.prog, self.entries, self.options.hints)
+        resolver.check_complete(self.name, self.entries, self.options.hints)
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
 
     def _values(self, settings: Layer) -> dict[str, Any]:
@@ -267,6 +293,8 @@ class Parser:
                 self._leave_out(key, resolver.settings, f"{entry.unless}.{next(iter(instead))}")
                 choices[key] = None
             else:
+                if entry.like:
+                    resolver.copy_options(entry.like, key)
                 choices[key] = resolver.one(classes, key, optional=self._defaults[key].value is None)
         return resolver, choices
 
@@ -283,8 +311,9 @@ class Parser:
             rows.rows(config)
         trainer = config.trainer.init_args if "trainer" in self.entries else {}
         training.check_trainer(trainer)
-        if "optimizer" in self.entries:
-            training.check_optimizer(config.optimizer, config.scheduler, trainer.get("max_epochs") or 1)
+        for before in self._apart:
+            steps, rates = (before + key if vars(config)[before + key] else key for key in training.RATES)
+            training.check_optimizer(config, steps, rates, trainer.get("max_epochs") or 1)
 
     def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
@@ -314,7 +343,7 @@ class Parser:
         parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
-            if key in self.classes and key not in {"optimizer", "scheduler"} and chosen:
+            if key in self.classes and not key.endswith(tuple(training.RATES)) and chosen:
                 parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
@@ -343,9 +372,12 @@ class Parser:
         """Return whether a key has names of the user's own only: without any, settings are written without the key."""
         return self.entries[key].named and not below(key, self._defaults)
 
-    def _help(self, layers: Sequence[Layer]) -> str:
+    def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
-            resolver = self._resolve(self._merge([self._defaults, *layers]))[0]
+            settings = self._merge([*self._new_run(self._merge(layers)), *layers])
+            resolver = self._resolve(settings)[0]
         except BadInput:
-            resolver = self._resolve(self._defaults)[0]
-        return usage.text(self, resolver.flags)
+            settings = self._defaults
+            resolver = self._resolve(settings)[0]
+        flags = {name: (settings[name].value, about) for name, about in self.options.help.items() if name in settings}
+        return usage.text(self, {**flags, **resolver.flags}, topics, layers[-1])

@@ -7,10 +7,12 @@ from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes
-from harness.cli.messages import near, near_flag, words
+from harness.cli.messages import near, words
+from harness.cli.resuming import NOTHING
 from harness.cli.rows import RESERVED, is_reserved
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
 from harness.cli.sources import BARE, Layer, Setting, below, layer
+from harness.cli.synonyms import near_flag
 from harness.cli.yamls import read_value
 
 OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
@@ -32,6 +34,14 @@ class Resolver:
             value = "null" if chosen is None else self.settings[key].value
             raise BadInput(key, value, f"one class: {classes.expected()}")
         return chosen
+
+    def copy_options(self, start: str, key: str) -> None:
+        """Begin a choice that has options but no class with the class and options of another one."""
+        options = below(key, self.settings)
+        if options and self.settings.get(key, Setting(None)).value is None:
+            copied = {f"{key}.{name}": setting for name, setting in below(start, self.settings).items()}
+            given = {f"{key}.{name}": setting for name, setting in options.items()}
+            self.settings |= {key: self.settings.get(start, Setting(None)), **copied, **given}
 
     def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
         """Return the choices below a key by their names; `null` at a name is none."""
@@ -124,12 +134,25 @@ class Resolver:
     def check_complete(self, prog: str, keys: Collection[str], plain: Collection[str]) -> None:
         """Raise BadInput for the first flag that is below none of the keys nor `plain`, else for what was found."""
         for flag, setting in self.settings.items():
-            if flag not in plain and flag.partition(".")[0] not in keys:
-                near_ones = near_flag(flag, [*OF_A_CALL, *keys, *plain, *self.flags], "--")
-                expected = f"a flag of {prog}{near_ones or '; --help lists them'}"
-                raise BadInput(flag, setting.value, "it on the command line alone" if flag in OF_A_CALL else expected)
+            self.check_known(flag, setting.value, prog, keys, plain)
         for error in [*self._unknown, *self._missing]:
             raise error
+
+    def refuse_without_value(self, flag: str, prog: str, keys: Collection[str], plain: Mapping[str, Any]) -> None:
+        """Raise BadInput for a flag that has no value, and perhaps does not exist; `plain` has defaults."""
+        if flag not in OF_A_CALL:
+            self.check_known(flag, NOTHING, prog, keys, plain)
+        default = plain[flag] if flag in plain else self.flags.get(flag, ("", ""))[0]
+        raise BadInput(flag, NOTHING, "true or false" if isinstance(default, bool) else "a value")
+
+    def check_known(self, flag: str, value: Any, prog: str, keys: Collection[str], plain: Collection[str]) -> None:
+        """Raise BadInput, with near flags, for a flag that is below none of the keys nor `plain`."""
+        if flag in OF_A_CALL:
+            raise BadInput(flag, value, "it on the command line alone")
+        if flag not in plain and flag.partition(".")[0] not in keys:
+            choices = [key for key in keys if key in self.classes or not below(key, self.flags)]
+            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *plain, *self.flags], "--")
+            raise BadInput(flag, value, f"a flag of {prog}{near_ones or '; --help all lists them'}")
 
 
 def _fit_to_hint(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:

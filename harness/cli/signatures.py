@@ -15,7 +15,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from apprentice.errors import BadInput
 from harness.cli import yamls
-from harness.cli.messages import is_open, near_flag, words
+from harness.cli.messages import is_open, words
+from harness.cli.synonyms import near_flag
 
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 NUMBERS = "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63"

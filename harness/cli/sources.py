@@ -11,6 +11,7 @@ import yaml
 
 from apprentice.errors import BadInput, shorten
 from harness.cli import yamls
+from harness.cli.resuming import NOTHING
 
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
@@ -27,8 +28,11 @@ class Setting(NamedTuple):
 Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
 
 
-def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
-    """Read layers of the files in their order, then of the flags, whose values stay text or lists; and bare flags."""
+def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
+    """Read layers of the files in their order, then of the flags, whose values stay text or lists; and bare flags.
+
+    What follows `--help` names what it shall list.
+    """
     pairs: list[tuple[str, list[str]]] = []
     for token in ("--help" if token == "-h" else token for token in argv):
         if token.startswith("--"):
@@ -41,8 +45,8 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
     for flag, values in pairs:
         if wrong := [value for value in values if value.encode(errors="replace").decode() != value]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
-        if bool(values) is (flag in BARE) and flag not in OF_LAUNCHERS:
-            raise BadInput(flag, " ".join(values) or "(nothing)", "no value" if values else "a value")
+        if bool(values) is (flag in BARE) and flag not in {"help", *OF_LAUNCHERS}:
+            raise BadInput(flag, " ".join(values) or NOTHING, "no value" if values else "a value")
     pairs = [(flag, expand_home(values)) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
@@ -50,7 +54,9 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], set[str]]:
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
     files = [path for flag, values in pairs if flag == "config" for path in values]
-    return [*(layer(expand_home(load(path)), path) for path in files), flags], {flag for flag, _ in pairs} & {*BARE}
+    return [*(layer(expand_home(load(path)), path) for path in files), flags], {
+        flag: values for flag, values in pairs if flag in BARE
+    }
 
 
 def expand_home(value: Any) -> Any:

@@ -2,8 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NoReturn
@@ -19,6 +22,7 @@ from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.signatures import options_of
+from lit_modules.schedules import CosineWarmup, MakeScheduler, build_scheduler, nominal
 from strategies import NAMES
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
@@ -54,7 +58,6 @@ ANY_ON_RESUME = (
     "devices", "strategy", "accelerator", "num_nodes", "logger", "log_every_n_steps", "enable_progress_bar",
     "enable_model_summary", "profiler",
 )  # fmt: skip
-ONE_SCHEDULER = "one scheduler by itself, such as MultiStepLR or CosineAnnealingLR"
 TRIED_EPOCHS = 1000
 
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
@@ -65,9 +68,9 @@ OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}
 SCHEDULERS = Classes((lr_scheduler.LRScheduler,), lr_scheduler, frozenset({"optimizer", "last_epoch"}), {
     lr_scheduler.ReduceLROnPlateau:
         "one that depends on the epoch alone, such as MultiStepLR; this one couples students",
-    lr_scheduler.SequentialLR: ONE_SCHEDULER,
-    lr_scheduler.ChainedScheduler: ONE_SCHEDULER,
-})  # fmt: skip
+}, more=(CosineWarmup,))  # fmt: skip
+# By how their flags end, with what the help says.
+RATES = {"optimizer": (OPTIMIZERS, "how weights are updated"), "scheduler": (SCHEDULERS, "of the learning rate")}
 CALLBACKS = Classes((Callback,), callbacks)
 LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, which true and false switch
 
@@ -128,32 +131,58 @@ class Strategies(Classes):
         return "exact" in options_of(target).hints
 
 
-def check_optimizer(optimizer: Choice, scheduler: Choice | None, epochs: int) -> None:
-    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite."""
+def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
+    """Bind a scheduler's options; the schedulers that it is made of wait for the optimizer, as it does."""
+    parts = {
+        name: [scheduler_factory(part, f"{key}.{name}.{place}") for place, part in enumerate(value)]
+        for name, value in choice.init_args.items()
+        if isinstance(value, list) and any(isinstance(part, Choice) for part in value)
+    }
+    others = {name: value for name, value in choice.init_args.items() if name not in parts}
+    return partial(factory(replace(choice, init_args=others), key), **parts)
+
+
+def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs: int) -> None:
+    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite.
+
+    The flags are those of the optimizer and the scheduler.
+    """
+    optimizer, scheduler = vars(config)[steps_flag], vars(config)[rates_flag]
     if optimizer.init_args.get("lr") == 0 and scheduler is None:
-        raise BadInput("optimizer.lr", 0, "a number above 0; with this one nothing is trained")
+        raise BadInput(f"{steps_flag}.lr", 0, "a number above 0; with this one nothing is trained")
     net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, "optimizer"):
-            steps = factory(optimizer, "optimizer")(net.parameters())
+        with refusals(optimizer, steps_flag), _gpus_unseen():
+            steps = factory(optimizer, steps_flag)(net.parameters())
             if not optimizer.init_args.get("capturable"):  # those step on GPUs only
                 steps.step()
                 steps.step()  # momentum counts from here on
         if not all(p.isfinite().all() for p in net.parameters()):
-            _refuse_infinite(optimizer, "optimizer", "options with which a step gives finite weights")
+            _refuse_infinite(optimizer, steps_flag, "options with which a step gives finite weights")
         if scheduler is not None:
-            with refusals(scheduler, "scheduler"):
-                rates = factory(scheduler, "scheduler")(steps)
+            with refusals(scheduler, rates_flag):
+                rates, _ = build_scheduler(scheduler_factory(scheduler, rates_flag), steps, nominal(max(epochs, 1)))
                 lrs = [*rates.get_last_lr()]
                 for _ in range(min(epochs, TRIED_EPOCHS)):
                     rates.step()
                     lrs += rates.get_last_lr()
             lowest = -1e-6 * max(lrs)  # rounding
             if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
-                _refuse_infinite(scheduler, "scheduler", "options that give finite learning rates, 0 or more")
+                _refuse_infinite(scheduler, rates_flag, "options that give finite learning rates, 0 or more")
+
+
+@contextmanager
+def _gpus_unseen() -> Iterator[None]:
+    """Let optimizers see no GPU: a step asks whether it is captured in a graph, and after that no fork can use CUDA."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
 
 
 def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:

@@ -1,55 +1,113 @@
-"""The help of a command line: in groups, the common flags first, with the options of what is chosen."""
+"""The help of a command line: the common flags on a screen, or those of some keys, or all of them."""
 
 import argparse
 import re
 import textwrap
-from collections.abc import Mapping
+import typing
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from apprentice.errors import BadInput
+from harness.cli.messages import near
 from harness.cli.signatures import Missing
+from harness.start import called_as
 
 if TYPE_CHECKING:
     from harness.cli.parser import Parser
 
 WIDTH, COLUMN = 118, 36
+SCREEN, SCREEN_COLUMN = 80, 28  # of the common flags, of which each has two lines at most
+ALL = "all"
 BARE = {
     "config": ("FILE", "settings from YAML; flags override them, wherever they stand"),
     "print_config": ("", "print all settings as YAML, for --config"),
-    "help": ("", "print this; with a class, as in --data MNIST --help, its options"),
+    "help": ("", "print this; --help all lists all flags"),
 }
-COMMON = (
-    "seeds", "out", "resume", "overwrite", "exact", "trainer.devices", "trainer.max_epochs", "trainer.max_steps",
-    "trainer.precision",
-)  # fmt: skip
+USUAL = ("trainer.devices", "trainer.max_epochs", "trainer.max_steps", "trainer.precision")
+PLACES = {bool: "true", int: "N", float: "NUMBER", str: "TEXT"}  # in place of no value, by type
 Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
-def text(parser: "Parser", flags: Flags) -> str:
-    """Return the help; `flags` are all below the parser's keys."""
-    usage = f"{parser.prog} [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]"
-    shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=COLUMN, width=WIDTH)
-    page = argparse.ArgumentParser(usage=usage, description=parser.description, formatter_class=shape, add_help=False)
+def text(parser: "Parser", flags: Flags, topics: Iterable[str] = (), given: Iterable[str] = ()) -> str:
+    """Return the help.
+
+    Args:
+        parser: whose help it is.
+        flags: all flags below the parser's keys, with their values.
+        topics: what is asked for: keys, such as `data`, or `all`; when empty, the classes that are chosen.
+        given: flags of the command line, which choose classes.
+
+    Raises:
+        BadInput: there is no such key.
+    """
     options = parser.options
     plain = {name: (options.defaults[name], about) for name, about in options.help.items()}
     acting = {flag: entry for flag, entry in {**plain, **flags}.items() if flag not in parser.idle}
-    common = {flag: acting.pop(flag) for flag in COMMON if flag in acting}
-    others = {flag: acting.pop(flag) for flag in plain if flag in acting}
-    titles = {"": f"other flags of {parser.prog}", **_titles(parser, flags)}
-    groups: dict[str, dict[str, tuple[Any, str]]] = {"": others}
+    titles = {"": f"flags of {parser.name}", **_titles(parser, flags)}
+    groups: dict[str, dict[str, tuple[Any, str]]] = {key: {} for key in titles}
+    groups[""] |= BARE
     for flag, entry in acting.items():
-        owners = [key for key in titles if f"{flag}.".startswith(f"{key}.")]
-        groups.setdefault(owners[-1], {})[flag] = entry
-    for title, members in [
-        ("common flags", {**BARE, **common}),
-        *((titles[key], groups.get(key, {})) for key in titles),
-    ]:
-        group = page.add_argument_group(textwrap.fill(title, WIDTH))
+        groups[_owner(flag, titles)][flag] = entry
+    wanted = {*topics} or {_owner(flag, titles) for flag in given} - {""}
+    if unknown := sorted(wanted - titles.keys() - {ALL}):
+        expected = f"{ALL}, or of {', '.join(filter(None, titles))}{near(unknown[0], titles)}"
+        raise BadInput("help", unknown[0], expected)
+    if not wanted:
+        return _page(parser, {"common flags, with their defaults": _common(parser, acting)}, SCREEN, SCREEN_COLUMN)
+    shown = titles if ALL in wanted else [key for key in titles if key in wanted or key.split(".")[0] in wanted]
+    return _page(parser, {titles[key]: _described(groups[key]) for key in shown}, WIDTH, COLUMN)
+
+
+def _page(parser: "Parser", groups: Mapping[str, Mapping[str, tuple[str, str]]], width: int, column: int) -> str:
+    """Set titles and their flags, each with its value and description."""
+    usage = f"{called_as(parser.prog)} [--FLAG VALUE ...] [--help [all]]"
+    shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=column, width=width)
+    description = textwrap.fill(parser.description, width)
+    page = argparse.ArgumentParser(usage=usage, description=description, formatter_class=shape, add_help=False)
+    for title, members in groups.items():
+        group = page.add_argument_group(textwrap.fill(title, width))
         for flag, (value, about) in members.items():
-            group.add_argument(f"--{flag}", metavar=_as_text(value), help=_first_sentence(about).replace("%", "%%"))
+            group.add_argument(f"--{flag}", metavar=value, help=about.replace("%", "%%"))
     return page.format_help()
+
+
+def _described(members: Flags) -> dict[str, tuple[str, str]]:
+    return {flag: (_as_text(value), _first_sentence(about)) for flag, (value, about) in members.items()}
+
+
+def _common(parser: "Parser", acting: Flags) -> dict[str, tuple[str, str]]:
+    """Return what the script's options declare as common or, where they declare nothing, all its own flags."""
+    options, rows = parser.options, dict[str, tuple[str, str]]()
+    for flag in options.target.common or [*options.hints, *parser.entries, *USUAL]:
+        classes, entry = parser.classes.get(flag), parser.entries.get(flag)
+        value, about = acting.get(flag, (None, ""))
+        if classes is not None:
+            named = entry is not None and entry.named
+            about = f"{entry.about if entry else ''}: {', '.join(classes.by_name)}".removeprefix(": ")
+            about = textwrap.shorten(about, SCREEN - SCREEN_COLUMN - 3, placeholder=" ...")
+            if named or flag in acting:
+                rows[f"{flag}.NAME" if named else flag] = "CLASS" if value is None else _as_text(value), about
+        elif flag in acting:
+            lines = textwrap.wrap(_first_sentence(about), SCREEN - SCREEN_COLUMN - 3, max_lines=2, placeholder=" ...")
+            shown = _placeholder(options.hints.get(flag)) if value is None else _as_text(value)
+            rows[flag] = shown, " ".join(lines)
+    key = next(iter(parser.classes), None)
+    more = f"; --help {key} or --{key} CLASS --help: those of the {key} or class" if key in parser.entries else ""
+    return {**rows, **BARE, "help": ("", BARE["help"][1] + more)}
+
+
+def _placeholder(hint: Any) -> str:
+    """Return what stands for a value where there is none."""
+    kinds = [kind for kind in (typing.get_args(hint) or [hint]) if kind is not type(None)]
+    return PLACES.get(kinds[0], "...") if len(kinds) == 1 else "..."
+
+
+def _owner(flag: str, keys: Collection[str]) -> str:
+    """Return the longest of the keys below which a flag is; the empty one holds plain flags."""
+    return max((key for key in keys if f"{flag}.".startswith(f"{key}.") or not key), key=len)
 
 
 def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
@@ -61,7 +119,9 @@ def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
         elif key not in parser.classes:
             titles[key] = f"{key}: {entry.about}"
         for flag, classes in parser.classes.items():
-            if flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
+            if flag == key and entry.like:
+                titles[flag] = f"{flag}: as --{entry.like}, unless it is set"
+            elif flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
                 any_name = "any name with one of " if entry.named else ""
                 titles[flag] = f"{flag}: {any_name}{', '.join(classes.by_name)}, or the import path of a class"
     return titles

@@ -19,14 +19,16 @@ else:
     Axes = Any
 
 GREY = "#555555"
-COLORS = (  # Matplotlib's ten, and Bokeh's
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
-)  # fmt: skip
+# For all eyes (Okabe and Ito, "Color Universal Design", 2008), without their yellow, which is faint on white.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
+MARKERS = "osD^vh"
+DASHES: tuple[tuple[int, ...], ...] = ((), (6, 2), (2, 2), (8, 2, 2, 2), (12, 3))  # pixels on and off
 LOOK = {
+    "axes.prop_cycle": f"cycler('color', {[*COLORS, '#999999']})",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
     "axes.titlesize": 10, "axes.titlecolor": GREY, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
-MARKERS, LINE_INCHES = "osD^vP", 0.18
+LINE_INCHES = 0.18
 
 
 @contextmanager
@@ -46,6 +48,22 @@ def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.B
         drawn.savefig(buffer, format="png")
 
 
+@dataclass(frozen=True)
+class Style:
+    """How a net is drawn: neighbours differ in each of the three, and 210 nets in one of them."""
+
+    color: str
+    marker: str  # by Matplotlib's letter
+    dash: tuple[int, ...]  # of its line
+
+    @classmethod
+    def of(cls, group: int | None) -> "Style":
+        """Return the style of a group's nets; None stands for the teacher."""
+        if group is None:
+            return cls(GREY, "*", (4, 4))
+        return cls(COLORS[group % len(COLORS)], MARKERS[group % len(MARKERS)], DASHES[group % len(DASHES)])
+
+
 @dataclass
 class Dot:
     """What results.png and the plots of report.html draw of one net."""
@@ -53,16 +71,15 @@ class Dot:
     name: str  # as in the table
     values: Sequence[float | None]  # the metric of each seed; None where it failed
     cost: float | None  # its place on the horizontal axis, if known
-    group: int | None  # nets of one group share a colour; a teacher has none, and is grey
+    group: int | None  # nets of one group share a style; a teacher has none, and is grey
     metric: Metric = ACCURACY  # of the values
 
     def __post_init__(self) -> None:
         self.scores = self.metric.scaled(self.values)  # of the seeds that finished, in the metric's unit
         self.mean = statistics.mean(self.scores) if self.scores else math.nan
         self.low, self.high = bounds(self.scores, self.metric) if self.scores else (math.nan, math.nan)
-        self.color = GREY if self.group is None else COLORS[self.group % len(COLORS)]
-        marker = MARKERS[(self.group or 0) // len(COLORS) % len(MARKERS)]
-        self.look: dict[str, Any] = {"color": self.color, "marker": marker}
+        self.style = Style.of(self.group)
+        self.look: dict[str, Any] = {"color": self.style.color, "marker": self.style.marker}
 
 
 def metric_picture(
@@ -110,13 +127,26 @@ def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
             line = sorted((dot for dot in finished if dot.name == name), key=lambda dot: dot.cost or 0.0)
             costs, means = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
             errors = [[dot.mean - dot.low for dot in line], [dot.high - dot.mean for dot in line]]
-            axes.errorbar(costs, means, yerr=errors, capsize=3, linewidth=1.5, label=name, **line[0].look)
+            dash = line[0].style.dash
+            look: dict[str, Any] = {"linestyle": (0, dash) if dash else "solid", "label": name, **line[0].look}
+            axes.errorbar(costs, means, yerr=errors, capsize=3, linewidth=1.5, **look)
         axes.set_xlabel(axis)
         axes.set_ylabel(dots[0].metric.title)
         axes.set_title("mean and 95 % interval", fontsize=10, color=GREY)
         if finished:
             axes.legend()
+        drawn.draw_without_rendering()
+        hide_overlapping([label for label in axes.get_xticklabels() if label.get_text()])
     return png.getvalue()
+
+
+def hide_overlapping(labels: Sequence[Any]) -> None:
+    """Hide the labels of an axis, in their order from the left, that would touch the one before them."""
+    right = -math.inf
+    for label in labels:
+        box = label.get_window_extent()
+        label.set_visible(box.x0 > right + 4)
+        right = box.x1 if label.get_visible() else right
 
 
 def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
@@ -134,7 +164,7 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
             continue
         offsets = [row + 0.28 - 0.1 * (i % 2) for i in range(len(dot.scores))]  # beside the interval, not on it
         axes.scatter(dot.scores, offsets, s=14, alpha=0.45, linewidths=0, **dot.look)
-        axes.plot((dot.low, dot.high), (row, row), color=dot.color, linewidth=2, solid_capstyle="butt")
+        axes.plot((dot.low, dot.high), (row, row), color=dot.style.color, linewidth=2, solid_capstyle="butt")
         axes.scatter([dot.mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.set_yticks(range(len(dots)), [dot.name for dot in dots], parse_math=False)
     axes.set_ylim(len(dots) - 0.4, -0.6)
@@ -149,7 +179,9 @@ def _differences(
     for row, dot in enumerate(dots):
         for interval, width in zip(differences.get(dot.name, ()), (3.5, 1.0), strict=False):
             low, mean, high = (dot.metric.scale * (interval[key] or 0.0) for key in ("low", "mean", "high"))
-            axes.plot((low, high), (row, row), color=dot.color, linewidth=width, solid_capstyle="butt", marker="|")
+            axes.plot(
+                (low, high), (row, row), color=dot.style.color, linewidth=width, solid_capstyle="butt", marker="|"
+            )
             axes.scatter([mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
     axes.axvline(0, color=GREY, linewidth=1.2)
     axes.set_yticks(range(len(dots)), [""] * len(dots))
@@ -175,18 +207,18 @@ def _name(axes: "Axes", dots: Sequence[Dot]) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     gap = min(LINE_INCHES / axes.bbox.height * axes.figure.dpi, 1 / len(dots))
-    for dot, height in zip(dots, _spread([(dot.mean - low) / (high - low) for dot in dots], gap), strict=True):
+    for dot, height in zip(dots, spread([(dot.mean - low) / (high - low) for dot in dots], gap), strict=True):
         axes.annotate(
             dot.name, (dot.cost or 0.0, dot.mean), xytext=(1.03, height), textcoords="axes fraction", va="center",
             fontsize=9, parse_math=False, annotation_clip=False,
             arrowprops={
-                "arrowstyle": "-", "color": dot.color, "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4,
+                "arrowstyle": "-", "color": dot.style.color, "alpha": 0.4, "linewidth": 0.8, "shrinkB": 4,
                 "relpos": (0, 0.5),
             },
         )  # fmt: skip
 
 
-def _spread(heights: Sequence[float], gap: float) -> list[float]:
+def spread(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights in 0 to 1 as little as keeps them `gap` apart, by least squares."""
     groups: list[tuple[float, int]] = []  # neighbours that touch: the lowest one's height, and how many they are
     for place, target in enumerate(heights):

@@ -1,6 +1,8 @@
 """Pages of one HTML file, which open from disk and ask for nothing from a network."""
 
 import base64
+import gzip
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 # In Bokeh's script: MathJax, Google's maps and a font of icons, which it would load for plots that we don't draw, and
 # the link of a logo, which ours have not.
 NETWORK = re.compile(r"((?:src|href|_url)[=:])([\"`'])https://")
+WIDE = 800  # pixels of a picture that a phone shows part of
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*)" ?/?>')
 
 
@@ -34,27 +37,28 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
     from jinja2 import Environment
 
     frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    parts = [
+        {"title": section.title, "text": _html(section.text) + "".join(map(_img, section.pictures)),
+         "plots": section.plots}
+        for section in sections
+    ]  # fmt: skip
+    text = PICTURE.sub(
+        lambda match: _img(pictures[match[2]], match[1]) if match[2] in pictures else match[1], _html(markdown)
+    )
     plots = [plot for section in sections for plot in section.plots]
-    resources, script = "", ""
-    divs: Sequence[str] = ()
-    if plots:
-        from bokeh.embed import components
-        from bokeh.resources import Resources
+    return frame.render(title=markdown.partition("\n")[0].lstrip("# "), text=text, sections=parts, plots=_pack(plots))
 
-        script, divs = components(plots)
-        resources = NETWORK.sub(r"\1\2data:,", Resources(mode="inline", components=["bokeh"]).render_js())
-    left, parts = iter(divs), []
-    for section in sections:
-        text = _html(section.text) + "\n".join(f'<img alt="" src="{_data(png)}">' for png in section.pictures)
-        parts.append({"title": section.title, "text": text, "plots": [next(left) for _ in section.plots]})
 
-    def embed(match: re.Match[str]) -> str:
-        png = pictures.get(match[2])
-        return match[1] if png is None else f'<img alt="{match[1]}" src="{_data(png)}">'
+def _pack(plots: Sequence[Any]) -> str:
+    """Return Bokeh's script and a call `draw` of these plots, compressed to a third, in base64; empty for none."""
+    if not plots:
+        return ""
+    from bokeh.embed import json_item
+    from bokeh.resources import Resources
 
-    text = PICTURE.sub(embed, _html(markdown))
-    title = markdown.partition("\n")[0].lstrip("# ")
-    return frame.render(title=title, text=text, sections=parts, resources=resources, script=script)
+    script = NETWORK.sub(r"\1\2data:,", "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
+    items = json.dumps([json_item(plot) for plot in plots])
+    return base64.b64encode(gzip.compress(f"{script};\ndraw({items})".encode(), mtime=0)).decode()
 
 
 def _html(markdown: str) -> str:
@@ -64,8 +68,12 @@ def _html(markdown: str) -> str:
     converter = Markdown(extensions=["tables", "fenced_code", "sane_lists"])
     converter.preprocessors.deregister("html_block")
     converter.inlinePatterns.deregister("html")
-    return converter.convert(markdown)
+    converted: str = converter.convert(markdown)
+    return converted.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
+        "</table>", "</table></div>"
+    )
 
 
-def _data(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def _img(png: bytes, alt: str = "") -> str:
+    data, kind = base64.b64encode(png).decode(), "scroll" if int.from_bytes(png[16:20]) > WIDE else "picture"
+    return f'<div class="{kind}"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'

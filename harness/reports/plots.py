@@ -9,12 +9,22 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, Literal
 
-from harness.reports.figures import COLORS, GREY, Dot
+from harness.reports.figures import GREY, Dot, Style, spread
 from harness.reports.results import Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_differences, paired_interval
 
-WIDTH, HEIGHT, LINE = 1100, 420, 26
-DASHES = ("solid", "dashed", "dotted", "dotdash")
+WIDTH, HEIGHT, LINE = 1100, 420, 26  # pixels
+MARKS = 12  # markers along a line, at most
+NAMED, LETTER = 12, 16  # dots that have their names beside them, at most; pixels between two names
+MARKERS = {
+    "o": "circle",
+    "s": "square",
+    "D": "diamond",
+    "^": "triangle",
+    "v": "inverted_triangle",
+    "h": "hex",
+    "*": "star",
+}
 
 
 def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
@@ -26,16 +36,18 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
         height=110 + LINE * len(dots), y_range=[dot.name for dot in dots][::-1], x_axis_label=metric.title,
         tooltips=[("student", "@name"), ("mean", "@mean{0.000}"), ("interval", "@interval")],
     )  # fmt: skip
-    for dot in dots:
-        plot.scatter(dot.scores, [dot.name] * len(dot.scores), size=5, alpha=0.4, color=dot.color)
+    for dot in dots:  # seeds beside the interval, not on it
+        places = [(dot.name, -0.3)] * len(dot.scores)
+        plot.scatter(dot.scores, places, size=5, alpha=0.5, color=dot.style.color, marker=MARKERS[dot.style.marker])
     source = _source([
-        {"name": dot.name, "mean": dot.mean, "low": dot.low, "high": dot.high, "color": dot.color,
+        {"name": dot.name, "mean": dot.mean, "low": dot.low, "high": dot.high, **_mark(dot.style),
          "interval": f"{dot.low:.{metric.digits}f} to {dot.high:.{metric.digits}f}" if len({*dot.scores}) > 1
          else "none without a spread"}
         for dot in dots
     ])  # fmt: skip
-    plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
-    plot.scatter("mean", "name", source=source, size=11, color="color", line_color="white")
+    lines = plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
+    means = plot.scatter("mean", "name", source=source, size=11, color="color", marker="marker", line_color="white")
+    plot.hover.renderers = [lines, means]
     if teacher.scores:
         _line(plot, teacher.mean, "height")
     return [plot]
@@ -91,8 +103,8 @@ def pairs(results: Results) -> list[Any]:
                 "color": shade if beyond else "#eeeeee", "ink": "white" if dark else "black",
             })  # fmt: skip
     plot = _figure(
-        width=max(340, min(WIDTH, 170 + 62 * len(names))), height=150 + LINE * len(names), x_range=names,
-        y_range=names[::-1], x_axis_location="above",
+        width=min(WIDTH, 170 + 62 * len(names)), min_width=110 + 40 * len(names), height=150 + LINE * len(names),
+        x_range=names, y_range=names[::-1], x_axis_location="above",
         tooltips=[("pair", "@row to @column"), (f"difference, {metric.unit}", "@interval"), ("p, Holm", "@p")],
     )  # fmt: skip
     source = _source(cells)
@@ -119,21 +131,23 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     if not means:
         return []
     plot = _figure(
-        x_axis_label="epoch", y_axis_label=title, tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y")]
-    )
-    # Colours repeat after ten, then in another style.
-    looks = zip(itertools.cycle(COLORS), itertools.cycle(dash for dash in DASHES for _ in COLORS))
-    for (net, values), (color, dash) in zip(means.items(), looks, strict=False):
-        heights = [float("nan") if value is None else scale * value for value in values]
-        style: dict[str, Any] = {"color": GREY, "line_dash": "dashed"} if net == "teacher" else {}
-        places, style = list(range(1, len(values) + 1)), {"color": color, "line_dash": dash, **style}
-        if len(values) == 1:
-            plot.scatter(places, heights, name=net, legend_label=net, size=8, color=style["color"])
-        else:
-            plot.line(places, heights, name=net, legend_label=net, line_width=2, **style)
+        x_axis_label="epoch", y_axis_label=title,
+        tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y{0.[0000]}")],
+    )  # fmt: skip
+    groups, lines, marks = {net: group for group, net in enumerate(results.students)}, [], []
+    for net, values in means.items():
+        style, heights = (
+            Style.of(groups.get(net)),
+            [float("nan") if value is None else scale * value for value in values],
+        )
+        places, look = [*range(1, len(values) + 1)], {"color": style.color, "name": net, "legend_label": net}
+        lines.append(plot.line(places, heights, line_width=2, line_dash=[*style.dash], **look))
+        apart = -(-len(values) // MARKS)
+        marks.append(plot.scatter(places[::apart], heights[::apart], size=8, marker=MARKERS[style.marker], **look))
+    plot.hover.renderers = lines if max(map(len, means.values())) > 1 else marks
     legend = plot.legend[0]
     legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
-    legend.ncols = 1 + len(means) // 16
+    legend.ncols, legend.glyph_width, legend.border_line_color = 1 + len(means) // 16, 36, None
     plot.add_layout(legend, "right")
     return [plot]
 
@@ -151,20 +165,48 @@ def against(label: str, dots: Sequence[Dot]) -> list[Any]:
         tooltips=[("net", "@name"), (label, "@x{0,0.[00]}"), (metric.title, "@y{0.000}")],
     )  # fmt: skip
     plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")  # 200k: powers of ten leave no room
-    plot.x_range.range_padding = 0.4  # for the name to the right of the last dot
-    source = _source([{"name": dot.name, "x": dot.cost, "y": dot.mean, "color": dot.color} for dot in dots])
-    plot.scatter("x", "y", source=source, size=11, color="color", line_color="white")
-    if len(dots) <= 12:  # of more they hide each other; the pointer tells them
-        plot.text("x", "y", "name", source=source, x_offset=8, y_offset=5, text_font_size="11px")
+    plot.xaxis.minor_tick_line_color = None
+    plot.x_range.range_padding = 0.2
+    dots = sorted(dots, key=lambda dot: dot.mean)
+    source = _source([{"name": dot.name, "x": dot.cost, "y": dot.mean, **_mark(dot.style)} for dot in dots])
+    plot.hover.renderers = [
+        plot.scatter("x", "y", source=source, size=11, color="color", marker="marker", line_color="white")
+    ]
+    if len(dots) <= NAMED:  # of more they hide each other; the pointer tells them
+        _name(plot, dots)
     return [plot]
 
 
+def _name(plot: Any, dots: Sequence[Dot]) -> None:
+    """Write the names of dots, lowest first, beside them, moved up or down where they would hide each other."""
+    low, high = dots[0].mean, dots[-1].mean
+    room = 0.1 * (high - low) or 1.0
+    plot.y_range.start, plot.y_range.end = low, high = low - room, high + room
+    shares = spread([(dot.mean - low) / (high - low) for dot in dots], LETTER / (HEIGHT - 80))
+    costs = [dot.cost or 0.0 for dot in dots]
+    for dot, share in zip(dots, shares, strict=True):
+        left = (dot.cost or 0.0) ** 2 > min(costs) * max(costs)  # of the dot, where there is more room
+        plot.text(
+            [dot.cost], [low + share * (high - low)], [dot.name], x_offset=-9 if left else 9, text_font_size="11px",
+            text_align="right" if left else "left", text_baseline="middle",
+        )  # fmt: skip
+
+
+def _mark(style: Style) -> dict[str, str]:
+    """Return columns of a source."""
+    return {"color": style.color, "marker": MARKERS[style.marker]}
+
+
 def _figure(**options: Any) -> Any:
+    """Return a plot as wide as its page has room for, at most `width` pixels."""
+    from bokeh.models import NoOverlap
     from bokeh.plotting import figure
 
-    plot = figure(**{"width": WIDTH, "height": HEIGHT, "tools": "pan,box_zoom,wheel_zoom,reset", **options})
+    size = {"max_width": options.pop("width", WIDTH), "sizing_mode": "stretch_width", "height": HEIGHT}
+    plot = figure(**{**size, "tools": "pan,box_zoom,wheel_zoom,reset", "output_backend": "svg", **options})
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
+    plot.axis.major_label_policy = NoOverlap(min_distance=8)
     return plot
 
 

@@ -118,13 +118,6 @@ def command(prog: str, argv: Sequence[str]) -> str:
     return shlex.join(sys.orig_argv if sys.argv[1:] == [*argv] else [prog, *argv])
 
 
-def program(script: str) -> str:
-    """Return how to start an experiment: its script in a clone, or a sub-command of the installed `apprentice`."""
-    if any(Path(word).name == "apprentice" for word in sys.orig_argv[:2]):
-        return f"apprentice {Path(script).stem}"
-    return f"python experiments/{script}"
-
-
 def _read_calls(out: Path) -> list[dict[str, Any] | None]:
     if not (out / FILE).exists():
         return []

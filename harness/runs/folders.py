@@ -1,5 +1,7 @@
 """A run's folder: refused when it is in use or holds results, locked in a run, which goes on with the same samples."""
 
+import csv
+import io
 import itertools
 import json
 import os
@@ -16,7 +18,7 @@ from apprentice.errors import BadInput
 from datamodules import InMemoryData
 from datamodules.fingerprints import SAMPLED, changed_parts, touched_parts
 from harness.runs import launch
-from harness.runs.files import list_recorded, read_text, record_files, remove_recorded, write_text
+from harness.runs.files import list_recorded, read_text, record_files, remove_recorded, write_bytes, write_text
 from harness.runs.quiet import notice
 from harness.runs.records import reading
 
@@ -25,6 +27,7 @@ RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json"
 LOCK = ".lock"
 JOB = ".job"  # the torchrun job that opened the folder last
 SAMPLES = "data.json"  # the fingerprint of the run's samples
+SPLIT = "split.csv"  # the samples of each part
 
 
 def new_folder(experiment: str, job: str = "") -> Path:
@@ -142,6 +145,14 @@ def _check_free(out: Path, overwrite: bool) -> None:
 def describe_samples(data: InMemoryData) -> dict[str, Any]:
     """Return the content of data.json."""
     return {"name": data.name, "samples": data.sizes, "fingerprint": data.fingerprint()}
+
+
+def write_split(out: Path, data: InMemoryData) -> None:
+    """Write the part, the name and the class of each sample, if the data module has drawn the test set."""
+    if rows := data.split_list():
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([("split", "path", "label"), *rows])
+        write_bytes(out / SPLIT, table.getvalue().encode(errors="surrogateescape"))
 
 
 def check_samples(out: Path, now: Mapping[str, Any], advice: str = "take another --out") -> None:

@@ -1,9 +1,9 @@
-"""Trained nets as files: `weights.pt`, a bare state dict, and `net.yaml`, the class and its arguments."""
+"""Trained nets as files: `weights.pt`, a bare state dict, and `net.yaml`: class, arguments, what users need to know."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -14,14 +14,23 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from harness.cli.classes import import_class
+from harness.runs.facts import KEYS, NetFacts
 from harness.runs.files import atomic, read_text, write_text
-from harness.runs.records import check_format
+from harness.runs.records import check_format, reading
 from lit_modules.nets import unwrap_logits
-from lit_modules.nets.weights import load_checked, read_weights
+from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
 Spec = dict[str, Any]
 MOST_FOLDERS = 5  # folders of nets in a message
 NET_FILES = ("weights.pt", "net.yaml")
+SPEC = ("class_path", "init_args")  # in net.yaml, beside the facts
+
+
+class Saved(NamedTuple):
+    """What a net's folder says of it."""
+
+    spec: Spec  # how it is rebuilt
+    facts: NetFacts  # what users of it need to know
 
 
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
@@ -34,11 +43,11 @@ def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
     return {"class_path": net_class, "init_args": plain}
 
 
-def save_net(net: nn.Module, net_spec: Spec, folder: Path, classes: Sequence[str] = ()) -> None:
-    """Write `weights.pt`, on the CPU, and `net.yaml` into the folder; `classes` are the names of those it knows."""
+def save_net(net: nn.Module, net_spec: Spec, folder: Path, facts: NetFacts | None = None) -> None:
+    """Write `weights.pt`, on the CPU and under the plain net's names, and `net.yaml`, with what users need to know."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec({**net_spec, "classes": [*classes]} if classes else net_spec, folder)
-    weights = {key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()}
+    write_spec(net_spec, folder, facts)
+    weights = {key: value.detach().cpu().contiguous() for key, value in plain_state(net).items()}
     with atomic(folder / "weights.pt") as temporary:
         torch.save(weights, temporary)
 
@@ -57,22 +66,41 @@ def save_checkpoint(module: LightningModule, path: Path) -> None:
         torch.save(content, temporary)
 
 
-def write_spec(net_spec: Spec, folder: Path) -> None:
+def write_spec(net_spec: Spec, folder: Path, facts: NetFacts | None = None) -> None:
     """Write `net.yaml` into the folder."""
-    write_text(folder / "net.yaml", yaml.safe_dump(net_spec, sort_keys=False))
+    content = {**net_spec, **(facts.to_plain() if facts else {})}
+    write_text(folder / "net.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def read_spec(folder: str | Path, flag: str = "run") -> Spec:
-    """Read a folder's `net.yaml`; BadInput if there is no such file, or it holds something else."""
+def _read_yaml(folder: str | Path, flag: str) -> dict[str, Any]:
+    """Read all of a folder's `net.yaml`; BadInput if there is no such file, or it holds something else."""
     try:
-        net_spec = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
-        net_spec.pop("classes", None)
-        if set(net_spec) == {"class_path", "init_args"} and isinstance(net_spec["init_args"], dict):
-            return net_spec
+        content = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
+        if {*SPEC} <= {*content} <= {*SPEC, *KEYS} and isinstance(content["init_args"], dict):
+            return content
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         pass
     expected = f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{nets_in(folder)}"
     raise BadInput(flag, folder, expected)
+
+
+def read_spec(folder: str | Path, flag: str = "run") -> Spec:
+    """Read how to rebuild a folder's net; BadInput if there is no `net.yaml`, or it holds something else."""
+    content = _read_yaml(folder, flag)
+    return {name: content[name] for name in SPEC}
+
+
+def read_facts(folder: str | Path, flag: str = "run") -> NetFacts | None:
+    """Read what users of a folder's net need to know; None of a net that an older version saved.
+
+    Raises:
+        BadInput: there is no `net.yaml`, or it holds something else.
+    """
+    content = _read_yaml(folder, flag)
+    if "inputs" not in content:
+        return None
+    with reading(Path(folder) / "net.yaml", flag, "the facts of a net, as it was saved"):
+        return NetFacts.read(content)
 
 
 def nets_in(folder: str | Path) -> str:
@@ -100,9 +128,9 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
 def read_classes(folder: str | Path) -> tuple[str, ...]:
     """Read the names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
     try:
-        names = yaml.safe_load(read_text(Path(folder) / "net.yaml"))["classes"]
+        names = _read_yaml(folder, "run").get("classes")
         return tuple(map(str, names)) if isinstance(names, list) else ()
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError):
+    except BadInput:
         return ()
 
 
@@ -151,7 +179,7 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     except Exception as error:  # whatever the class makes of the arguments
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {cause}") from error
-    weights = read_weights(path, flag) if weights is None else weights
+    weights = full_names(net, read_weights(path, flag) if weights is None else weights)
     if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)

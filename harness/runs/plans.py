@@ -16,6 +16,7 @@ from harness import cli
 from harness.cli.rows import VARIANTS
 from lit_modules.objectives import Objective
 
+TEACHER = "teacher"  # its flag, and the name of its fit and folder
 SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of nets that learn from labels alone
 
 
@@ -51,12 +52,35 @@ class Arm:
         return row if self.trial is None else trial_name(row, self.trial)
 
     def settings(self, config: Namespace) -> Namespace:
-        """Return the run's settings with its own options of the optimizer."""
+        """Return the run's settings with its own options of the optimizer; a teacher's with all that are its own."""
+        if self.net == TEACHER:
+            return of_teacher(config)
         if not self.optimizer:
             return config
         chosen = config.optimizer
         optimizer = cli.Choice(chosen.class_path, {**chosen.init_args, **self.optimizer})
         return Namespace(**{**vars(config), "optimizer": optimizer})
+
+
+def of_teacher(config: Namespace) -> Namespace:
+    """Return the run's settings with the optimizer, scheduler and batch size of a teacher that has its own."""
+    settings = vars(config)
+    own = {key: settings[f"{TEACHER}_{key}"] for key in ("optimizer", "scheduler") if settings.get(f"{TEACHER}_{key}")}
+    if (rows := settings.get(f"{TEACHER}_batch_size")) is not None:
+        own["data"] = cli.Choice(config.data.class_path, {**config.data.init_args, "batch_size": rows})
+    return Namespace(**{**settings, **own})
+
+
+@contextmanager
+def flags_of_teacher(config: Namespace) -> Iterator[None]:
+    """Turn the flag of an error of the optimizer or the scheduler into the teacher's, where it has its own."""
+    try:
+        yield
+    except BadInput as fault:
+        flag = f"{TEACHER}_{fault.argument.partition('.')[0]}"
+        if fault.argument.startswith(("optimizer", "scheduler")) and vars(config).get(flag):
+            raise BadInput(f"{TEACHER}_{fault.argument}", fault.value, fault.expected) from None
+        raise
 
 
 def trial_name(row: str, trial: int) -> str:
@@ -78,6 +102,7 @@ class FitPlan:
     # Whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
     keeps_checkpoint: bool = False
     tested: bool = True  # whether nets are tested, and their costs measured
+    batch_size: int | None = None  # in place of --data.batch_size
     all_labels: bool = False  # whether it learns from labels that `--data.labelled` hides, too
     trainer: Mapping[str, Any] = field(default_factory=dict)  # options of the Trainer that replace the user's
     title: str = ""  # how lines about it begin; by default by its seed and name

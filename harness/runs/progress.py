@@ -76,6 +76,11 @@ class Lines(Callback):
     ) -> None:
         self._break_silence(trainer, "test batch", batch_idx, sum(trainer.num_test_batches))
 
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        self._break_silence(trainer, "inputs, batch", batch_idx, sum(trainer.num_predict_batches))
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.max_epochs == -1 and not trainer.sanity_checking:
             self._say(trainer, self._scores(trainer, pl_module))
@@ -95,6 +100,8 @@ class Lines(Callback):
     def _place(self, trainer: Trainer) -> str:
         if trainer.testing:
             return "test"
+        if trainer.predicting:
+            return ""
         if trainer.max_epochs == -1:
             return f"step {_of(trainer.global_step, trainer.max_steps)}"
         return f"epoch {_of(trainer.current_epoch + 1, trainer.max_epochs or -1)}"

@@ -23,11 +23,12 @@ from harness import cli
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.runs import environment, folders, launch, nets, signals
+from harness.runs.facts import NetFacts
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
 from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
-from harness.start import console
+from harness.start import called_as, console
 from lit_modules.nets import Net
 
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
@@ -89,10 +90,25 @@ class Session:
         """Make a Trainer and check that it can divide the data among its devices; BadInput if it can't."""
         trainer = self.trainer()
         self.loggers("check")
-        sampler = trainer.distributed_sampler_kwargs or {}
-        self.data.check_replicas(sampler.get("num_replicas", 1), self.config.exact)
+        self.data.check_replicas(self.replicas(trainer), self.config.exact)
         self.used = self.data.used(trainer)
         return trainer
+
+    @contextmanager
+    def batches_of(self, rows: int | None) -> Iterator[None]:
+        """Let the data's batches have so many rows inside, as many as usual for None."""
+        usual = self.data.batch_size
+        self.data.batch_size = rows or usual
+        try:
+            yield
+        finally:
+            self.data.batch_size = usual
+
+    @staticmethod
+    def replicas(trainer: Trainer) -> int:
+        """Return among how many a batch is divided."""
+        sampler = trainer.distributed_sampler_kwargs or {}
+        return int(sampler.get("num_replicas", 1))
 
     def tell(self, line: str) -> None:
         """Print a notice, once."""
@@ -131,17 +147,18 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         folders.check_samples(self.out, self.samples)
-            again = f"{environment.program(self.parser.prog)} --out {self.out} --resume true"
+            again = f"{called_as(self.parser.prog)} --out {self.out} --resume true"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 
     def describe(self) -> None:
-        """Write config.yaml, environment.json and data.json into the run's folder."""
+        """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
             write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
             if self.reads_data and not (self.out / folders.SAMPLES).exists():
                 write_json(self.out / folders.SAMPLES, self.samples)
+                folders.write_split(self.out, self.data)
 
     def header(self) -> Header:
         """Say how results.json begins."""
@@ -149,6 +166,14 @@ class Session:
             experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
             hardware=environment.hardware(), versions=environment.versions(), commits=environment.commits(self.out),
             config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
+        )  # fmt: skip
+
+    def net_facts(self) -> NetFacts:
+        """Say what users of a net that this run trains need to know."""
+        data, commits = self.data, environment.commits(self.out)
+        return NetFacts(
+            task=data.task, inputs=data.preparation, classes=tuple(data.class_names), versions=environment.versions(),
+            commit=commits[-1] if commits else None,
         )  # fmt: skip
 
 

@@ -21,14 +21,14 @@ from harness.runs import environment, safepoints
 from harness.runs.callbacks import check_callbacks
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import Arm, FitPlan, arms, flags_of
+from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
 from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
 from harness.studies.fits import fit, save_classifier
-from harness.studies.teachers import TEACHER, check_head_only, has_trained_teacher, teacher_epochs
+from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
@@ -70,6 +70,7 @@ class BakeOff:
         session, config, (first, *others) = self.session, self.config, self.config.seeds
         trainer, is_trained = session.checked_trainer(), has_trained_teacher(session)
         check_head_only(session)
+        check_own_settings(session)
         check_net(session, TEACHER, trainer, trained=not is_trained)
         for net in dict.fromkeys(arm.net for arm in self.arms.values()):
             check_net(session, net, trainer)
@@ -78,14 +79,17 @@ class BakeOff:
                 self.teacher(seed)
         teacher = self.teacher(first)
         if not is_trained:  # before it is frozen
-            teacher.check_optimizer(_count_steps(session, trainer, config.teacher_epochs))
+            with flags_of_teacher(config), session.batches_of(config.teacher_batch_size):
+                session.data.check_replicas(session.replicas(trainer), config.exact)
+                teacher.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
+                check_batch_size(session, teacher)
 
         def build(names: Iterable[str]) -> Distillation:
             with flags_of(self.arms.values()):
                 students = self.students(first, [self.arms[name] for name in names], teacher.net)
                 check_modules(session, trainer, teacher, students)
                 students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
-                students.check_optimizer(_count_steps(session, trainer))
+                students.check_optimizer(*_count_steps(session, trainer))
             return students
 
         if config.zoo:
@@ -93,7 +97,7 @@ class BakeOff:
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
-        check_batch_size(session, *stages.values(), students)
+        check_batch_size(session, students)
         check_callbacks(session, trainer, {**stages, "students": students})
 
     def run(self, search: Search | None = None) -> None:
@@ -115,10 +119,12 @@ class BakeOff:
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
-        record = fit(self.session, plan, self.build, plans)
+        with self.session.batches_of(plan.batch_size):
+            record = fit(self.session, plan, self.build, plans)
         if plan.name == TEACHER and (fault := record.fault(TEACHER)):
             expected = f"settings that train the teacher; with seed {plan.seed} {fault}"
-            raise BadInput("optimizer", self.config.optimizer.name, expected)
+            with flags_of_teacher(self.config):
+                raise BadInput("optimizer", of_teacher(self.config).optimizer.name, expected)
         return record
 
     def plans(self, seed: int) -> list[FitPlan]:
@@ -142,7 +148,8 @@ class BakeOff:
     def teacher_plan(self, seed: int) -> FitPlan:
         is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)
         epochs = None if is_trained else teacher_epochs(self.session)
-        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained=is_trained, all_labels=True)
+        batch_size = self.config.teacher_batch_size
+        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
 
     def _check_peers(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}
@@ -170,12 +177,15 @@ class BakeOff:
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 
-def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> float:
-    """Count the optimizer's steps in a fit of so many epochs, by default the Trainer's, of which -1 is no limit."""
+def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> tuple[float, int]:
+    """Count the optimizer's steps in a fit of so many epochs and in one epoch.
+
+    By default they are the Trainer's epochs, of which -1 is no limit.
+    """
     options = session.config.trainer.init_args
     steps_per_epoch = math.ceil(session.data.train_batches(trainer) / options["accumulate_grad_batches"])
     limits = [steps_per_epoch * (epochs or options["max_epochs"] or -1), options["max_steps"]]
-    return min((steps for steps in limits if steps >= 0), default=math.inf)
+    return min((steps for steps in limits if steps >= 0), default=math.inf), steps_per_epoch
 
 
 def _list_members(folder: Path, fit: str) -> Iterator[str]:

@@ -79,7 +79,7 @@ def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
     """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
     optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
     if config.scheduler is not None:
-        scheduler = cli.factory(config.scheduler, "scheduler")
+        scheduler = cli.scheduler_factory(config.scheduler, "scheduler")
     return {"optimizer": optimizer, "scheduler": scheduler, "task": chosen_task(config, data)}
 
 

@@ -21,7 +21,7 @@ from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.plans import TEACHER, Arm, Fit, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord
@@ -35,6 +35,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.run_metrics import RunMetrics
+from lit_modules.schedules import follows_length
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
@@ -75,7 +76,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
-                save_net(net, spec, plan.folder(run.out) / arm.name, run.data.class_names)
+                save_net(net, spec, plan.folder(run.out) / arm.name, run.net_facts())
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
@@ -98,6 +99,8 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
     why = "" if had else "the folder has no checkpoint of it"
     if run.config.trainer.init_args["callbacks"]:
         why = "--trainer.callbacks may depend on the number of epochs"
+    elif (rates := vars(run.config).get("scheduler")) and follows_length(cli.scheduler_factory(rates, "scheduler")):
+        why = f"{rates.name} depends on the number of epochs"
     elif had == 1:
         why = "a teacher's outputs are stored from two epochs on"
     if is_main_process():
@@ -206,6 +209,7 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
     folder = run.out / f"seed{seed}" / net
     loaded = with_seed(0, lambda: load_net(folder, "out"))
-    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(run.config, run.data))
+    config = of_teacher(run.config) if net == TEACHER else run.config
+    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")

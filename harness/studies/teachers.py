@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness.runs.nets import check_options, read_classes
+from harness.runs.plans import TEACHER
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
@@ -16,7 +17,6 @@ from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.nets.weights import load_weights
 
-TEACHER = "teacher"  # its flag, and the name of its fit and folder
 CONTINUE = "teacher_continue"
 # Keys of a parameter group by which kinds of optimizers differ.
 KINDS = frozenset({"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "rho"})
@@ -38,6 +38,18 @@ def check_head_only(run: Session) -> None:
     if run.config.teacher_head_only and (not is_loaded or has_trained_teacher(run)):
         expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, or a teacher with --teacher.weights"
         raise BadInput("teacher_head_only", "true", expected)
+
+
+def check_own_settings(run: Session) -> None:
+    """Raise BadInput for settings of a teacher's training where it is loaded, or its data make their own batches."""
+    config = run.config
+    for name in ("optimizer", "scheduler", "batch_size"):
+        if (value := vars(config)[f"{TEACHER}_{name}"]) is not None and has_trained_teacher(run):
+            shown = value.name if name != "batch_size" else value
+            raise BadInput(f"{TEACHER}_{name}", shown, "a teacher that is trained here; this one is loaded")
+    if config.teacher_batch_size is not None and "batch_size" not in config.data.init_args:
+        expected = f"data with --data.batch_size; {config.data.name} makes its batches itself"
+        raise BadInput("teacher_batch_size", config.teacher_batch_size, expected)
 
 
 def _declarations(run: Session) -> type[nets.Net]:

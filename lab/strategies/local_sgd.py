@@ -100,5 +100,7 @@ class LocalSGD(DDP):
         for moments in state["state"].values():
             for key, x in moments.items():
                 if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
-                    moments[key] = self.reduce(x.clone(), reduce_op="mean")
+                    # From the CPU, too, where the state is once a forked fit has ended: NCCL knows GPUs alone.
+                    mean: Tensor = self.reduce(x.to(self.root_device, copy=True), reduce_op="mean")
+                    moments[key] = mean.to(x.device)
         return state

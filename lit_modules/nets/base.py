@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
 from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.tokens import TokenGrid
 
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]
@@ -67,8 +68,10 @@ class Net(Recorded, nn.Module):
         stages: names of the layers that end a stage: the last of each map size (B, C, H, W), without the stem, or the
             last of each block of tokens (B, T, D).
         preactivations: each stage's output before its last ReLU, if there is one.
+        token_grid: where tokens of patches stand in the image; objectives then compare them as maps.
         pooled_layer: the classifier's input, such as pooled features (B, D).
         head_layers: the linear layers that give the logits, if more than the last one after `pooled_layer`.
+        inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
         is_trained: whether it consists of trained nets, and is not trained itself.
         trained_if: the option by which its weights are trained ones; "" for none.
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
@@ -80,8 +83,10 @@ class Net(Recorded, nn.Module):
     feature_layer: str
     stages: tuple[str, ...] = ()
     preactivations: tuple[str, ...] = ()
+    token_grid: TokenGrid | None = None
     pooled_layer: str = ""
     head_layers: tuple[str, ...] = ()
+    inner: ClassVar[str] = ""
     is_trained: bool = False
     trained_if: str = ""
     class_names: tuple[str, ...] | None = None

@@ -1,5 +1,6 @@
 """Models of transformers by name or from a folder (T. Wolf et al. 2020, "Transformers"), an optional dependency."""
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
+from lit_modules.nets.layers import observe
+from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone
 
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
@@ -20,6 +23,9 @@ SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a termina
 
 class HuggingFace(Net):
     """An image classifier of transformers.
+
+    `stages` are the layers of its encoder whose outputs the model gives as hidden states: the last of each size of
+    maps, or all blocks of tokens. `token_grid` is that of its patch embedding.
 
     Args:
         name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
@@ -49,9 +55,8 @@ class HuggingFace(Net):
             kind = transformers.AutoModelForImageClassification
             self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
             whole, missing = _load(kind, name) if pretrained else (None, [])
-            with torch.no_grad():
-                self.model.eval()(torch.zeros(1, channels, height, width))
-            self.model.train()
+            self.stages, self.token_grid = _find_layers(self.model, channels, height, width)
+            self.feature_layer = self.stages[-1] if self.stages else ""
         linear = [key for key, layer in self.model.named_modules() if isinstance(layer, nn.Linear)]
         head = linear[-1] if linear else ""
         if whole is not None:
@@ -128,6 +133,43 @@ class HuggingFaceLM(Net):
         """Logits (B, T, V) of tokens (B, T) of any integer type."""
         logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False).logits
         return logits[..., : self.vocab_size]
+
+
+@torch.no_grad()
+def _find_layers(model: nn.Module, channels: int, height: int, width: int) -> tuple[tuple[str, ...], TokenGrid | None]:
+    """Run a model once, which may fail; return its stages, and where the tokens of its patches stand.
+
+    Three images differ in their first and last patches, so that the embedded tokens tell which are the patches'.
+    """
+    layers = {path: module for path, module in model.named_modules() if path}
+    projection = next((m for m in layers.values() if isinstance(m, nn.Conv2d)), None)  # of patches, in a transformer
+    side = projection.kernel_size if projection is not None else (1, 1)
+    images = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0)).repeat(3, 1, 1, 1)
+    images[1, :, : side[0], : side[1]] += 1
+    images[2, :, -(height % side[0] + 1) :, -(width % side[1] + 1) :] += 1
+    parameters = inspect.signature(model.forward).parameters
+    asks = {"output_hidden_states", "kwargs"} & parameters.keys()
+    with observe(layers) as outputs:
+        output = model.eval()(images, **({"output_hidden_states": True} if asks else {}))
+    model.train()
+    states = getattr(output, "hidden_states", None) or ()
+    paths = [path for state in states if (path := _find_source(outputs, state))]
+    sizes = [outputs[path].shape[2:] if outputs[path].dim() == 4 else number for number, path in enumerate(paths)]
+    stages = tuple({size: f"model.{path}" for size, path in zip(sizes, paths, strict=True)}.values())
+    if projection is None or projection.kernel_size != projection.stride or not states or states[0].dim() != 3:
+        return stages, None
+    rows, columns = (size // step for size, step in zip((height, width), side, strict=True))
+    changed = [(states[0][row] != states[0][0]).any(1).nonzero().flatten().tolist() for row in (1, 2)]
+    before = states[0].shape[1] - rows * columns
+    is_known = changed == [[before], [before + rows * columns - 1]]
+    return stages, TokenGrid(rows, columns, before) if is_known else None
+
+
+def _find_source(outputs: Mapping[str, Any], state: Tensor) -> str | None:
+    """Return the outermost member of a list of layers whose output is this hidden state; None if there is none."""
+    same = [path for path, output in outputs.items() if output is state]
+    inside = [path for path in same if same[0].startswith(path)]  # around the one that computes it
+    return min((path for path in inside if path.rpartition(".")[2].isdigit()), key=len, default=None)
 
 
 def _load(kind: Any, name: str) -> tuple[nn.Module, list[str]]:

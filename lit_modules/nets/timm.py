@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, first_line
 from apprentice.extras import need
 from lit_modules.nets.base import Net, Shape, image_shape
+from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone, read_weights
 
 
 class Timm(Net):
     """A classifier of timm, for images of any size and number of channels that it supports.
 
-    `stages` are the layers that timm's feature extractor reads, if the model names them.
+    `stages` are the layers that timm's feature extractor reads, if the model names them; `token_grid` is that of its
+    patch embedding.
 
     Args:
         name: one of `timm.list_models()`, such as resnet18 or vit_tiny_patch16_224.
@@ -28,6 +30,7 @@ class Timm(Net):
         BadInput: no such model, or it can't be made for these images; weights that can't be had or don't fit.
     """
 
+    inner = "model"
     untrained = MappingProxyType({"pretrained": False, "weights": None})
 
     def __init__(
@@ -66,11 +69,21 @@ class Timm(Net):
         self.pooled_layer = f"model.{head}<"
         self.stages = tuple(f"model.{stage['module']}" for stage in getattr(self.model, "feature_info", None) or ())
         self.feature_layer = self.stages[-1] if self.stages else ""
+        self.token_grid = _token_grid(self.model)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W)."""
         logits: Tensor = self.model(images)
         return logits
+
+
+def _token_grid(model: nn.Module) -> TokenGrid | None:
+    """Return where the tokens stand, as the model's patch embedding and its count of other tokens say."""
+    sizes = [getattr(module, "grid_size", None) for module in model.modules()]
+    rows, columns = next((size for size in sizes if isinstance(size, tuple) and len(size) == 2), (0, 0))
+    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    before: Any = getattr(model, "num_prefix_tokens", 0)
+    return TokenGrid(rows, columns, before, channels_last) if rows or channels_last else None
 
 
 def _class_names(data: Any, model: nn.Module) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torchvision import models
 from apprentice.errors import BadInput, first_line
 from lit_modules.nets.base import Net, Norm, Shape, image_shape, norm_layer, split_sequences
 from lit_modules.nets.layers import observe
+from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone, read_weights
 
 WITH_AUXILIARY = {"googlenet", "inception_v3"}  # heads for training, and another normalisation inside
@@ -28,7 +29,8 @@ NOT_MAPS = ("pool", "classifier", "head")  # children whose output may have four
 class Torchvision(Net):
     """A torchvision classification model by name; repeats grey images to three channels.
 
-    The feature layer is the model's last child whose output is maps (B, C, H, W).
+    The feature layer is the model's last child whose output is maps (B, C, H, W). The stages of a ViT are its blocks,
+    whose tokens are a class token and the patches.
 
     Args:
         name: one of `torchvision.models.list_models`, such as resnet18 or mobilenet_v2.
@@ -44,6 +46,7 @@ class Torchvision(Net):
             norm; no such weights, or they don't fit the model.
     """
 
+    inner = "model"
     untrained = MappingProxyType({"weights": None})
 
     @classmethod
@@ -129,6 +132,11 @@ class Torchvision(Net):
         if len(blocks) < 3:
             blocks = [name for name in sizes if name.startswith(f"{blocks[-1]}.")] if blocks else []
         self.stages = tuple({sizes[name]: f"model.{name}" for name in blocks}.values())
+        if isinstance(self.model, models.VisionTransformer):
+            side = self.model.image_size // self.model.patch_size
+            self.token_grid = TokenGrid(side, side, before=1)
+            blocks = [name for name, _ in self.model.encoder.layers.named_children()]
+            self.stages = tuple(f"model.encoder.layers.{name}" for name in blocks)
         lasts = [list(dict(self.get_submodule(path).named_children()).items())[-1:] for path in self.stages]
         if all(last and isinstance(getattr(last[0][1], "relu", None), nn.ReLU) for last in lasts):
             names = zip(self.stages, lasts, strict=True)

@@ -11,6 +11,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
 from lit_modules.nets.base import Shape, check_sizes, image_shape
+from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of initial weights, as in DeiT
@@ -58,6 +59,7 @@ class ViT(Transformer):
             raise BadInput("patch_size", patch_size, f"a divisor of the images' {height} x {width} pixels")
         check_sizes(embed_dim=embed_dim, num_layers=num_layers)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
+        self.token_grid = TokenGrid(rows, columns, self.num_tokens)
         self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
         attention = partial(SelfAttention, embed_dim, num_heads, backend=backend)
         self.blocks = nn.ModuleList(

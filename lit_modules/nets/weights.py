@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
 from apprentice.weights import check_weights, list_keys, read_saved
+from lit_modules.nets.base import Net
+from lit_modules.nets.published import fits, identify_published, rename_published
 
 SETS = ("state_dict", "model_state_dict", "model", "net")  # keys of weights in a checkpoint
 # Keys of their moving averages.
@@ -95,6 +97,8 @@ def load_weights(net: nn.Module, path: str, flag: str, partly: bool = False, ave
             raise BadInput(flag, path, f"weights of which some fit {type(net).__name__}; none does")
         left_out = {"not loaded": sorted(weights.keys() - fitting), "not in it": sorted(state.keys() - fitting)}
         weights = {**state, **fitting}
+    elif not fits(state, weights) and (theirs := identify_published(_strip_prefix(read))):
+        raise BadInput(flag, path, f"weights that fit this {type(net).__name__}; they are those of {theirs}")
     check_weights(state, weights, path, flag, type(net).__name__)
     load_checked(net, weights)
     which = [f"of two sets of weights {sets[0]} is loaded, not {sets[1]}"] if sets else []
@@ -119,6 +123,20 @@ def load_backbone(
     return has_head
 
 
+def plain_state(net: nn.Module) -> dict[str, Tensor]:
+    """Return a net's state; that of a wrapper has the names of the net inside, such as torchvision's."""
+    prefix = f"{net.inner}." if isinstance(net, Net) and net.inner else ""
+    return {key.removeprefix(prefix): value for key, value in net.state_dict().items()}
+
+
+def full_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under the net's own names, if they have those of the plain net inside, as in `plain_state`."""
+    names = dict(zip(plain_state(net), net.state_dict(), strict=True))
+    if any(key in weights for key in net.state_dict()):
+        return {**weights}
+    return {names.get(key, key): value for key, value in weights.items()}
+
+
 def load_checked(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load weights, marked as of the layers' current versions, on which some of torchvision's layers insist."""
     state: Any = OrderedDict(weights)
@@ -137,6 +155,7 @@ def match_names(net: nn.Module, weights: Mapping[str, Tensor], unused: Sequence[
     weights = {key: x for key, x in weights.items() if key.rpartition(".")[2] not in counters}
     names = {_strip_wrappers(key, state): key for key in state}
     weights = {_strip_wrappers(key, weights): x for key, x in weights.items()}
+    weights = rename_published(net, _strip_prefix(weights)) or weights
     wrapper = _prefix(names)
     extra = _prefix_in(weights, {name.removeprefix(wrapper) for name in names})
     weights = {wrapper + key.removeprefix(extra) if key.startswith(extra) else key: x for key, x in weights.items()}
@@ -156,6 +175,12 @@ def _upgrade_names(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tens
         trial.load_state_dict({**weights, **{key: state[key] for key in reshaped}}, assign=True)
         return {**trial.state_dict(), **reshaped}
     return weights
+
+
+def _strip_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the modules with which all keys begin."""
+    prefix = _prefix(weights)
+    return {key.removeprefix(prefix): x for key, x in weights.items()}
 
 
 def _strip_wrappers(key: str, keys: Mapping[str, Any]) -> str:

@@ -17,8 +17,10 @@ from lit_modules.nets.base import Outputs, widen
 from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.tokens import TokenGrid, as_maps, token_grid
 
 OWN = ">"  # between the name of a part and the path of its own feature; no path contains it
+Grids: TypeAlias = tuple[TokenGrid | None, TokenGrid | None]  # the student's and the teacher's
 TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
 
 
@@ -185,10 +187,15 @@ class Objective(Recorded, nn.Module, ABC):
 class FeatureObjective(Objective):
     """An objective that compares one layer of the student with one of the teacher.
 
+    Attributes:
+        grids: where the tokens of student and teacher stand in the image, for `maps`; set by `choose`.
+
     Args:
         student_layer: path of the student's layer.
         teacher_layer: path of the teacher's layer.
     """
+
+    grids: Grids = (None, None)
 
     def __init__(self, student_layer: str = DEFAULT_LAYER, teacher_layer: str = DEFAULT_LAYER) -> None:
         super().__init__()
@@ -199,6 +206,21 @@ class FeatureObjective(Objective):
         """Return the outputs of both layers, the student's first."""
         assert teacher is not None
         return student.features[self.student_layer], teacher.features[self.teacher_layer]
+
+    def choose(self, student: nn.Module, teacher: nn.Module) -> None:
+        self.grids = token_grid(student), token_grid(teacher)
+
+    def maps(self, student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs of both layers, tokens of patches as maps (b, C, H, W)."""
+        f_s, f_t = self.features(student, teacher)
+        return as_maps(f_s, self.grids[0]), as_maps(f_t, self.grids[1])
+
+
+def check_map(option: str, path: str, x: Tensor, grid: TokenGrid | None = None) -> None:
+    """Raise BadInput if a layer's output, which `as_maps` has seen, is no map (b, C, H, W)."""
+    if x.dim() != 4:
+        tokens = f" or the tokens of {grid}" if grid else ""
+        raise BadInput(option, path, f"a layer that gives maps (C, H, W){tokens}; its output is {tuple(x.shape[1:])}")
 
 
 def merge_views(raw: Outputs, views: Mapping[str, Outputs]) -> dict[str, Tensor]:

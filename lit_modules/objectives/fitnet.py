@@ -4,9 +4,8 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.layers import MIDDLE
-from lit_modules.objectives.base import Choice, Log, Outputs, space
+from lit_modules.objectives.base import Choice, Log, Outputs, check_map, space
 from lit_modules.objectives.hint import Hint
-from lit_modules.objectives.stages import check_map
 
 
 class FitNet(Hint):
@@ -44,9 +43,9 @@ class FitNet(Hint):
         super().__init__(hint_weight, ce_weight, student_layer=student_layer, teacher_layer=teacher_layer)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        f_s, f_t = self.features(student, teacher)
-        check_map("student_layer", self.student_layer, f_s)
-        check_map("teacher_layer", self.teacher_layer, f_t)
+        f_s, f_t = self.maps(student, teacher)
+        check_map("student_layer", self.student_layer, f_s, self.grids[0])
+        check_map("teacher_layer", self.teacher_layer, f_t, self.grids[1])
         (_, c_s, *size_s), (_, c_t, *size_t) = f_s.shape, f_t.shape
         if not _covers(size_s, size_t) and not _covers(size_t, size_s):
             sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"

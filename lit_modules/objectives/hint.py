@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from lit_modules.nets.tokens import as_maps
 from lit_modules.objectives.base import FeatureObjective, Log, Outputs, Term, ce_term, space, weight
 
 
@@ -14,7 +15,7 @@ class Hint(FeatureObjective):
     Args:
         hint_weight: weight of the squared difference, a mean over channels and positions.
         ce_weight: weight of the cross-entropy with the labels.
-        layers: those of FeatureObjective, with maps (b, C_s, H, W) and (b, C_t, H, W).
+        layers: those of FeatureObjective, with maps (b, C_s, H, W) and (b, C_t, H, W), or tokens of as many patches.
     """
 
     regressor: nn.Module
@@ -25,7 +26,7 @@ class Hint(FeatureObjective):
         self.hint_weight, self.ce_weight = weight("hint_weight", hint_weight), weight("ce_weight", ce_weight)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        f_s, f_t = self.features(student, teacher)
+        f_s, f_t = self.maps(student, teacher)
         if f_s.dim() != 4 or f_s.shape[2:] != f_t.shape[2:]:
             sizes = f"the student's is {tuple(f_s.shape[1:])}, the teacher's {tuple(f_t.shape[1:])}"
             raise BadInput("student_layer", self.student_layer, f"maps of one height and width; {sizes}")
@@ -33,9 +34,10 @@ class Hint(FeatureObjective):
 
     def adapt(self, student: Outputs) -> Outputs:
         """Replace the student's maps by the regressor's (b, C_t, H, W)."""
-        return student.with_features({self.student_layer: self.regressor(student.features[self.student_layer])})
+        f_s = as_maps(student.features[self.student_layer], self.grids[0])
+        return student.with_features({self.student_layer: self.regressor(f_s)})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        f_s, f_t = self.features(student, teacher)
+        f_s, (_, f_t) = student.features[self.student_layer], self.maps(student, teacher)
         distance = (f_s - f_t).square().mean((1, 2, 3))  # (b,)
         return {"hint": Term(distance, self.hint_weight), "ce": ce_term(student, labels, self.ce_weight)}

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets.layers import resolve
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
-from lit_modules.objectives.stages import Size, StagesObjective, check_map, number_layers, pool_to
+from lit_modules.objectives.stages import Size, StagesObjective, number_layers, pool_to
 
 POOLS = (4, 2, 1)  # heights and widths of HCL's coarser maps
 WIDEST = 512  # channels of fused maps
@@ -55,10 +55,7 @@ class ReviewKD(StagesObjective):
         self.teacher_layers = number_layers("teacher_stages", teacher_paths)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        assert teacher is not None
-        for layers, outputs in ((self.student_layers, student), (self.teacher_layers, teacher)):
-            for option, path in layers.items():
-                check_map(option, path, _as_map(outputs.features[path]))
+        self.check_maps(student, teacher, with_vectors=True)
         pairs = [(_as_map(f_s), _as_map(f_t)) for f_s, f_t in self.pairs(student, teacher)]
         self.sizes = [(f_t.shape[2], f_t.shape[3]) for _, f_t in pairs]
         width, deepest = min(WIDEST, pairs[-1][0].shape[1]), len(pairs) - 1
@@ -70,7 +67,7 @@ class ReviewKD(StagesObjective):
         """Add for each level a map of the teacher's shape, as `fused.<number>`."""
         fused, deeper = dict[str, Tensor](), None
         for number, path in reversed(list(enumerate(self.student_layers.values()))):
-            x = _as_map(student.features[path])
+            x = _as_map(self.of_student(student, path))
             fused[f"fused.{number}"], deeper = self.fusions[number](x, deeper, self.sizes[number])
         return student.with_features(fused)
 

@@ -6,18 +6,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Objective, Outputs, widen
+from lit_modules.nets.tokens import as_maps, token_grid
+from lit_modules.objectives.base import Grids, Objective, Outputs, check_map, widen
 
 Size = tuple[int, int]  # (H, W)
 
 
 class StagesObjective(Objective):
-    """An objective that compares several layers of the student with as many of the teacher.
+    """An objective that compares several layers of the student with as many of the teacher, tokens of patches as maps.
 
     Args:
         student_stages: the student's layers; default: all stages that both nets have, counted from the last.
         teacher_stages: the teacher's layers.
     """
+
+    grids: Grids = (None, None)  # set by `choose`
 
     def __init__(self, student_stages: list[str] | None = None, teacher_stages: list[str] | None = None) -> None:
         super().__init__()
@@ -30,6 +33,7 @@ class StagesObjective(Objective):
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
         """Choose all stages that both nets have, unless the options name layers."""
         nets = {"student_stages": student, "teacher_stages": teacher}
+        self.grids = token_grid(student), token_grid(teacher)
         available = {option: self.stages[option] or getattr(net, "stages", ()) for option, net in nets.items()}
         for option, net in nets.items():
             if not available[option]:
@@ -46,7 +50,24 @@ class StagesObjective(Objective):
         """Return the outputs of each pair of layers, the student's first."""
         assert teacher is not None
         paths = zip(self.student_layers.values(), self.teacher_layers.values(), strict=True)
-        return [(student.features[path_s], teacher.features[path_t]) for path_s, path_t in paths]
+        return [(self.of_student(student, path_s), self.of_teacher(teacher, path_t)) for path_s, path_t in paths]
+
+    def of_student(self, student: Outputs, path: str) -> Tensor:
+        """Return a layer's output, tokens of patches as maps."""
+        return as_maps(student.features[path], self.grids[0])
+
+    def of_teacher(self, teacher: Outputs, path: str) -> Tensor:
+        return as_maps(teacher.features[path], self.grids[1])
+
+    def check_maps(self, student: Outputs, teacher: Outputs | None, with_vectors: bool = False) -> None:
+        """Raise BadInput if a layer gives no maps; `with_vectors` (b, D) count as such."""
+        sides = (self.student_layers, self.of_student, student), (self.teacher_layers, self.of_teacher, teacher)
+        for (layers, read, outputs), grid in zip(sides, self.grids, strict=True):
+            for option, path in layers.items():
+                assert outputs is not None
+                x = read(outputs, path)
+                if not (with_vectors and x.dim() == 2):
+                    check_map(option, path, x, grid)
 
 
 class MapsObjective(StagesObjective):
@@ -57,10 +78,7 @@ class MapsObjective(StagesObjective):
     """
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        for layers, outputs in ((self.student_layers, student), (self.teacher_layers, teacher)):
-            for option, path in layers.items():
-                assert outputs is not None
-                check_map(option, path, outputs.features[path])
+        self.check_maps(student, teacher)
         shapes = [(f_s.shape, f_t.shape) for f_s, f_t in self.pairs(student, teacher)]
         self.sizes = [(min(s[2], t[2]), min(s[3], t[3])) for s, t in shapes]
 
@@ -80,7 +98,7 @@ class MapsObjective(StagesObjective):
         features = dict[str, Tensor]()
         for number, (path, size) in enumerate(zip(self.teacher_layers.values(), self.sizes, strict=True)):
             raw = teacher.features[path]
-            reduced = self.reduce(pool_to(raw, size))
+            reduced = self.reduce(pool_to(as_maps(raw, self.grids[1]), size))
             features[path if reduced is raw else f"condensed.{number}"] = reduced
         return teacher._replace(features=features)
 
@@ -92,19 +110,13 @@ class MapsObjective(StagesObjective):
         for number, (path_s, path_t, size) in enumerate(layers):
             reduced = f"condensed.{number}"
             f_t = teacher.features[reduced if reduced in teacher.features else path_t]
-            pairs.append((pool_to(student.features[path_s], size), f_t))
+            pairs.append((pool_to(self.of_student(student, path_s), size), f_t))
         return pairs
 
 
 def number_layers(option: str, paths: Sequence[str]) -> dict[str, str]:
     """Return paths by `<option>.<number>`."""
     return {f"{option}.{number}": path for number, path in enumerate(paths)}
-
-
-def check_map(option: str, path: str, x: Tensor) -> None:
-    """Raise BadInput if a layer's output x is no map (b, C, H, W)."""
-    if x.dim() != 4:
-        raise BadInput(option, path, f"a layer that gives maps (C, H, W); its output is {tuple(x.shape[1:])}")
 
 
 def pool_to(x: Tensor, size: Size) -> Tensor:

@@ -43,7 +43,9 @@ class VID(MapsObjective):
         added = dict[str, Tensor]()
         layers = zip(self.student_layers.values(), self.sizes, self.gaussians, strict=True)
         for number, (path, size, gaussian) in enumerate(layers):
-            added[f"mean.{number}"], added[f"variance.{number}"] = gaussian(pool_to(student.features[path], size))
+            added[f"mean.{number}"], added[f"variance.{number}"] = gaussian(
+                pool_to(self.of_student(student, path), size)
+            )
         return student.with_features(added)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

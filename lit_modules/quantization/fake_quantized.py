@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from apprentice import replicas
 from apprentice.private import BatchNorm
 from lit_modules.nets.layers import layer, resolve
+from lit_modules.nets.tokens import token_grid
 from lit_modules.quantization import graphs
 from lit_modules.quantization.ranges import Range
 
@@ -30,6 +31,7 @@ class FakeQuantized(nn.Module):
         super().__init__()
         for name in ("feature_layer", "stages", "preactivations", "pooled_layer"):
             setattr(self, name, getattr(net, name, ""))
+        self.token_grid = token_grid(net)
         self.frozen = False
         for name in layers:
             layer(net, name)

@@ -151,7 +151,6 @@ def test_a_class_that_train_lacks_and_labels_that_are_no_classes_are_refused(mad
     assert refuse("saved numbers", numbers, test=[0, 1]) == f"{expected} test; test[0] has 0"
     assert refuse("saved some", None, test=[0, None]) == f"{expected} test; test[1] has no label"
     assert refuse("saved none", None, train=[0, 1, None, 1]) == f"{expected} train; train[2] has no label"
-    assert refuse("saved hidden", None, test=[None, None]) == "a split test with labels; it has no labels"
     kinds = {
         "float64": (datasets.Value("float64"), 0.5),
         "List": (datasets.List(datasets.Value("int64")), [1, 0]),
@@ -181,7 +180,6 @@ def test_faults_are_one_line(made: Any, tmp_path: Path) -> None:
         "nobody/nothing": ({}, "data.path nobody/nothing: expected a data set of images, by name or folder; "),
         path: ({"label": "name"}, "data.label name: expected a column of the data set, one of picture, kind"),
         f"{path}/": ({"image": "kind"}, "data.image kind: expected a column of images; it is of ClassLabel"),
-        f"{path}/.": ({}, f"data.path {path}/.: expected a split test with labels; it is not there"),
     }
     for where, (options, message) in cases.items():
         assert bad_input(HuggingFaceImages(where, **options).setup).startswith(message)

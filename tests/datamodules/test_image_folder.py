@@ -260,11 +260,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done; h
     ),
     "no train": (
         lambda root: remove(root, "train"), "data.root {}: " + EXPECTED,
-        "in train/<class>/ and test/<class>/; {}/train: [Errno 2] No such file or directory: '{}/train'",
-    ),
-    "no test": (
-        lambda root: remove(root, "test"), "data.root {}: " + EXPECTED,
-        "in train/<class>/ and test/<class>/; {}/test: [Errno 2] No such file or directory: '{}/test'",
+        "or in <class>/; {}/train: [Errno 2] No such file or directory: '{}/train'",
     ),
     "no class": (lambda root: remove(root, "train/*"), "data.root {}: ", "Couldn't find any class folder in {}/train"),
     "a class in test only": (

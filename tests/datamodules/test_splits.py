@@ -167,7 +167,7 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
     (Digits, {"batch_size": 1.5}, "data.batch_size 1.5: expected a whole number of at least 1"),
     (Digits, {"train_size": 0}, "data.train_size 0: expected a whole number of at least 1"),
     (Digits, {"train_size": -4}, "data.train_size -4: expected a whole number"),
-    (Digits, {"test_size": 0}, "data.test_size 0: expected a whole number"),
+    (Digits, {"test_size": 0}, "data.test_size 0: expected a count"),
     (Digits, {"validation_size": -1}, "data.validation_size -1: expected a count"),
     (Digits, {"validation_size": 1.0}, "data.validation_size 1.0: expected a count"),
     (Digits, {"validation_size": -0.1}, "data.validation_size -0.1: expected a count"),

@@ -27,7 +27,10 @@ ROOT = Path(__file__).parents[2]
 # What libraries print. Lines of ours name no source file.
 NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback|deprecat|CUDA runtime|SIGTERM")
 # On stderr there is nothing but these.
-SAID = re.compile(r"\w+: (training samples of a class|skipped in)|warning: .* draws noise from torch's generator")
+SAID = re.compile(
+    r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates)"
+    r"|warning: .* draws noise from torch's generator"
+)
 MINE = """
 from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher
 from tests.datamodules.test_adapted import Mine
@@ -46,9 +49,11 @@ SHORTER = {
     "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",
     "comm": "--quick true --only all_reduce_sum --sizes 1024",
     "attention": "--quick true --parts kernels --lengths 128",
+    "predict": "--overwrite true",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
-FOLLOWED = ("deploy.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
+OF_ONE_STEP = {"--scheduler.warmup_epochs": ["--scheduler.warmup_epochs", "0"]}  # a warm-up is shorter than a training
+FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
 SAVED = re.compile(
@@ -96,11 +101,12 @@ FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 
 def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
-    names = {"FOLDER": f"done/{name}", "runs/gpt/RUN": "done/gpt"}
+    names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["RUN/seed0/kd", "runs/t4/seed0/kd"], "done/kd/seed0/kd")
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
+    flags += [*itertools.chain(*(change for flag, change in OF_ONE_STEP.items() if flag in flags))]
     return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
 
@@ -112,7 +118,7 @@ def last(flags: list[str]) -> list[str]:
 
 
 def goes_on(flags: list[str]) -> bool:
-    return bool({"--resume", "--sample"} & {*flags})
+    return bool({"--resume", "--sample", "--help"} & {*flags})
 
 
 def others() -> Iterator[tuple[str, list[str]]]:
@@ -147,6 +153,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
         for i in range(20):
             pixels = generator.integers(256, size=(8, 8, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "images" / part / kind / f"{i}.png")
+    rows = [f"images/{path.relative_to(folder / 'images')},{path.parent.name}" for path in folder.glob("images/*/*/*")]
+    (folder / "table.csv").write_text("\n".join(["path,label", *sorted(rows)]))
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
     (folder / "mypackage.py").write_text(MINE)

@@ -121,7 +121,7 @@ def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
 
 def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        gpt.parser().parse(["--help"])
+        gpt.parser().parse(["--help", "all"])
     told = " ".join(capsys.readouterr().out.split())
     for line in (
         "data: options of datamodules.text.Text", "--data.block_size 64 T, tokens of a sample",

@@ -15,6 +15,7 @@ import yaml
 from apprentice import extras
 from datamodules import ImageData
 from experiments import kd, quantize
+from harness.runs.facts import NetFacts
 from harness.runs.nets import save_net
 from harness.studies.deploy import Row, Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 FORMATS = ["float32", "bfloat16", "int8-ptq", "int8-qat"]
 COLUMNS = {
     "format", "test_acc", "test_correct", "bytes", "latency_ms", "images_per_second", "max_logit_difference", "files",
+    "file_differences",
 }  # fmt: skip
 LEFT = {
     "float32": {"weights.safetensors", "model.pt2", "model.onnx"},
@@ -41,7 +43,7 @@ needs_extras = pytest.mark.extras
 
 
 def blocks(language: str) -> list[str]:
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "int8.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
@@ -59,7 +61,7 @@ def follow(folder: Path) -> None:
                     kd.main(flags)
         for block in blocks("python"):
             variables: dict[str, Any] = {}
-            exec(compile(block, "deploy.md", "exec"), variables)
+            exec(compile(block, "int8.md", "exec"), variables)
             assert tuple(variables["logits"].shape) == (5, 10)
 
 
@@ -170,13 +172,13 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
 
     monkeypatch.setattr(latency, "compile_whole", compiled)
 
-    def write_onnx(net: Any, example: torch.Tensor, folder: Path) -> None:
+    def write_onnx(net: Any, example: torch.Tensor, folder: Path, facts: NetFacts) -> None:
         if folder.name == "int8-ptq":
             raise RuntimeError("no such operator")
         if folder.name == "float32":
             (folder / "model.onnx").write_bytes(b"nothing")
         else:
-            kept(net, example, folder)
+            kept(net, example, folder, facts)
 
     monkeypatch.setattr(formats, "write_onnx", write_onnx)
     command = Run(fresh, out, log=tmp_path / "log")

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from apprentice.errors import BadInput
 from experiments import compare, kd
 from harness import cli
-from harness.reports.figures import _spread
+from harness.reports.figures import spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import combine
 from harness.runs.plans import arms
@@ -226,11 +226,11 @@ def test_ranked_rows_have_the_best_first_and_failures_last() -> None:
 
 
 def test_names_move_as_little_as_keeps_them_apart() -> None:
-    assert _spread([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert _spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
-    assert _spread([0.0, 0.0, 0.9], 0.1) == pytest.approx([0.0, 0.1, 0.9])
-    assert _spread([0.95, 1.0], 0.5) == pytest.approx([0.5, 1.0])
-    heights = _spread([0.5 + i / 1000 for i in range(25)], 1 / 25)
+    assert spread([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([0.0, 0.0, 0.9], 0.1) == pytest.approx([0.0, 0.1, 0.9])
+    assert spread([0.95, 1.0], 0.5) == pytest.approx([0.5, 1.0])
+    heights = spread([0.5 + i / 1000 for i in range(25)], 1 / 25)
     assert all(b - a >= 1 / 25 - 1e-9 for a, b in pairwise(heights))
     assert heights[0] >= 0
     assert heights[-1] <= 1

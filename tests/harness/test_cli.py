@@ -265,24 +265,6 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
     assert saved == {key: value for key, value in of_run if kd.on_resume(key) is not cli.CALL}
 
 
-def test_help(kd, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(kd, "--help --teacher ResNet")
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    assert text.startswith("usage: kd.py [--FLAG VALUE ...] [--config FILE] [--print_config] [--help]\n\n")
-    for flag in ("data.batch_size 128", "teacher.depth 20", "variants.kd.temperature 2.0", "trainer.max_epochs 10"):
-        assert f"--{flag}" in text
-    assert "--seeds 3" in text
-    assert text.index("--trainer.devices auto") < text.index("--recipe null") < text.index("--data Digits")
-    assert re.search(r"--trainer.gradient_clip_val null +The value at which to clip gradients\n", text)
-    assert len(text.splitlines()) < 210
-    assert max(map(len, text.splitlines())) <= 120
-    for wrong in ("--teacher NoSuch", "--data '{x'"):  # still helps
-        with pytest.raises(SystemExit):
-            parse(kd, f"-h {wrong}")
-
-
 # What is made of it
 
 
@@ -438,7 +420,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     other.add_choice("student", (nets.Net, torch.nn.Module), nets, "ResNet", skip=skip)
     kd9 = {"class_path": "Hinton", "temperature": 9}
     other.add_variants("variants", (objectives.Objective,), objectives, {"kd": kd9, "x": "Hint"})
-    other.add_optimizer({"class_path": "SGD", "lr": 1})
+    other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
     other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     for settings in (one, same):  # null for names that are those of defaults now

@@ -13,12 +13,14 @@ from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs import folders
-from harness.studies.deploy import Study, answer, formats, latency
+from harness.runs.nets import Saved, save_net, spec
+from harness.studies.deploy import Row, Study, answer, differences, formats, latency
 from harness.studies.deploy.builder import of_net
 from harness.studies.deploy.formats import answers, disagreement
 from harness.studies.deploy.latency import Latency
 from lit_modules.nets import LightNN, ResNet
 from lit_modules.quantization import FakeQuantized
+from tests.net_facts import facts
 from tests.processes import Run
 from tests.training import net
 
@@ -123,10 +125,10 @@ def test_only_our_own_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         (folder / name).touch()
     with pytest.raises(BadInput, match=r"this one holds results\.json"), folders.open_folder(tmp_path):
         pass
-    monkeypatch.setattr(formats, "write_program", lambda net, example, folder: None)
-    monkeypatch.setattr(formats, "write_weights", lambda net, folder: None)
+    monkeypatch.setattr(formats, "write_program", lambda net, example, folder, facts: None)
+    monkeypatch.setattr(formats, "write_weights", lambda net, folder, facts: None)
     study = Study.__new__(Study)
-    study.out, study.spec, study.images = tmp_path, {}, torch.zeros(1)
+    study.out, study.saved, study.images = tmp_path, Saved({}, facts()), torch.zeros(1)
     assert study._export("bfloat16", torch.nn.ReLU()) == []
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "net.yaml"}
 
@@ -148,6 +150,36 @@ def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path)
         assert isinstance(given, torch.Tensor), given
         assert not disagreement(logits, given, exact=False, share=0.1)  # untrained, it answers all images nearly alike
         assert float((logits - given).abs().max()) < 0.02 * float(logits.max() - logits.min())
+
+
+@pytest.mark.slow
+@needs_extras
+def test_weights_of_a_net_that_pythonpath_leads_to_are_answered_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "nets_of_mine.py").write_text("from lit_modules.nets import LightNN as Mine\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    plain, images = net(LightNN).eval(), torch.randn(3, 1, 8, 8)
+    save_net(plain, spec("nets_of_mine.Mine", {"input_shape": [1, 8, 8]}), tmp_path, facts())
+    formats.write_weights(plain, tmp_path, facts())
+    (answer,) = answers([tmp_path / formats.WEIGHTS], images).values()
+    assert isinstance(answer, torch.Tensor), answer
+    assert torch.equal(answer, plain(images))
+
+
+def test_how_a_file_differs_is_counted_and_told() -> None:
+    logits = torch.eye(4)
+    other = logits[[1, 0, 2, 3]] + 0.5
+    assert formats.compare(logits, logits) == formats.Difference(0, 0.0)
+    difference = formats.compare(logits, other)
+    assert difference == formats.Difference(2, 1.5)
+    told = {"model.pt2": {"predictions": 0, "max_logit_difference": 0.1}, "model.onnx": vars(difference)}
+    row = Row("int8-ptq", 0.5, 2, 1, {}, None, 0.0, [], told)
+    expected = "int8-ptq/model.onnx: 2 of 4 predictions are others than the net's; its logits differ by up to 1.5."
+    assert [*differences(row, 4)] == [expected]
 
 
 DYING = """

@@ -28,9 +28,10 @@ def test_peak_and_time_are_the_gpus(tmp_path: Path) -> None:
     on_gpu(tmp_path, meters_measure)
 
 
+CASES = ("ddp", "fsdp", "local_sgd", "ddp-exact")
 EXPERIMENTS: dict[str, tuple[Any, list[str]]] = {
     "kd": (kd.main, ["--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "200"]),
-    "hardware": (hardware.main, ["--only", "ddp", "fsdp", "ddp-exact", "--steps", "3", "--trainer.devices", "1"]),
+    "hardware": (hardware.main, ["--only", *CASES, "--steps", "3", "--trainer.devices", "1"]),
     "attention": (attention.main, ["--quick", "true", "--dtypes", "float16"]),
 }
 
@@ -43,8 +44,8 @@ def test_an_experiment_runs(name: str, tmp_path: Path) -> None:
     assert len(results["hardware"]["gpus"]) > 0
     if name == "hardware":
         rows = {row["strategy"]: row for row in results["rows"]}
-        assert rows.keys() == {"single", "ddp", "fsdp", "ddp-exact"}
+        assert rows.keys() == {"single", *CASES}
         assert all(min(row["peak_memory_per_rank"]) > 0 for row in rows.values())
-        assert max(rows[name]["max_difference"] for name in ("ddp", "fsdp")) < 1e-9
+        assert max(rows[name]["max_difference"] for name in ("ddp", "fsdp", "local_sgd")) < 1e-9
     if name == "attention":
         assert results["rows"]

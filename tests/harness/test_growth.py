@@ -287,6 +287,21 @@ def test_an_unfinished_run_grows_too(tmp_path: Path, long: Path, wide: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_schedule_over_all_epochs_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, whole, small = tmp_path / "run", tmp_path / "whole", [*SMALL[:8], *SMALL[12:]]
+    rates = ["--scheduler", "CosineWarmup", "--scheduler.warmup_epochs", "1"]
+    kd.main([*small, *rates, *SEEDS, *ONLY, *EPOCHS, "--out", str(run)])
+    kd.main([*small, *rates, *SEEDS, *ONLY, *MORE_EPOCHS, *_teachers(run), "--out", str(whole)])
+    capsys.readouterr()
+    grown(run, *MORE_EPOCHS)
+    assert (
+        "starts again, as CosineWarmup depends on the number of epochs; the result is the same"
+        in capsys.readouterr()[0]
+    )
+    assert_same_students(run, whole)
+
+
+@pytest.mark.slow
 def test_an_exact_run_grows_on_other_numbers_of_processes(tmp_path: Path) -> None:
     two = ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     more = {"run": [*ONLY, *EPOCHS], "whole": [*NEW, *MORE_EPOCHS, *_teachers(tmp_path / "run"), *two]}

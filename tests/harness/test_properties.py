@@ -46,10 +46,10 @@ def parser(experiment: Any) -> cli.Parser:
 
 @cache
 def flags(experiment: Any) -> list[str]:
-    """All that `--help` lists."""
+    """All that `--help all` lists."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-        parser(experiment).parse(["--help"])
+        parser(experiment).parse(["--help", "all"])
     return sorted(set(re.findall(r"--([\w.]+)", out.getvalue())))
 
 

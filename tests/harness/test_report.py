@@ -1,5 +1,7 @@
 """report.html: one file with everything, which asks for nothing from a network."""
 
+import base64
+import gzip
 import itertools
 import re
 from dataclasses import replace
@@ -21,10 +23,11 @@ from lit_modules.tasks.classification import calibration_error
 from lit_modules.tasks.scores import fidelity
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, student, teacher
 from tests.bake_off_facts import results as made_up
-from tests.browser import answer
+from tests.browser import FAULTS, browser
 from tests.figures import drawn
 
-CLASSES, LIMIT = 4, 5_000_000
+CLASSES, LIMIT = 4, 1_000_000
+WIDTHS = 1400, 390  # pixels of a window
 NAMES = [f"class {number}" for number in range(CLASSES)]
 
 
@@ -74,6 +77,9 @@ def report(found: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_one_file_that_asks_for_nothing(report: Path) -> None:
     text = report.read_text("utf-8")
     assert len(text.encode()) < LIMIT
+    packed = re.search(r'<script id="packed" type="text/plain">(.*)</script>', text)
+    assert packed
+    text += gzip.decompress(base64.b64decode(packed[1])).decode()
     for found in re.findall(r"\b(?:src|href|_url)\s*[:=]\s*[\"'`]([^\"'`]*)", text):
         assert "//" not in found[:10], found[:100]
     assert not re.findall(r"url\(['\"]?https?:|@import|<link", text)
@@ -106,7 +112,11 @@ def test_a_page_of_the_whole_zoo_is_as_small(found: Results, tmp_path: Path) -> 
         return generator.random((len(places), 3, 32, 32))  # nothing compresses less
 
     interactive.save_results(tmp_path, zoo, noise, ["python experiments/kd.py"])
-    assert (tmp_path / "report.html").stat().st_size < LIMIT
+    assert (tmp_path / "report.html").stat().st_size < 5 * LIMIT
+    with browser(tmp_path) as page:
+        for width in WIDTHS:
+            page.open(tmp_path / "report.html", width)
+            assert page.evaluate(FAULTS) == []
 
 
 def test_it_says_everything(report: Path) -> None:
@@ -120,35 +130,52 @@ def test_it_says_everything(report: Path) -> None:
     assert shown.count("data:image/png;base64,") == 6  # results.png, a matrix for each net, the most confused images
 
 
-def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, found: Results, tmp_path: Path) -> None:
-    script = """
-        const table = document.querySelector("table"), heads = [...table.querySelectorAll("th")]
-        const column = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent)
-        const before = column()
-        heads[3].click()
-        const up = column()
-        heads[3].click()
-        const down = column()
-        heads[0].click()
-        const plots = Bokeh.documents.flatMap(each => each.roots())
-        const toggles = plots.filter(plot => plot.right.some(legend => legend.click_policy === "hide")).length
-        const divs = [...document.querySelectorAll(".plots > div")]
-        const wide = divs.map(div => div.firstElementChild.getBoundingClientRect().width)
-        const images = [...document.images].map(image => image.naturalWidth)
-        return {before, up, down, name: column(), plots: plots.length, toggles, wide, images}
-    """
-    told = answer(report, script, tmp_path)
+def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, tmp_path: Path) -> None:
     order = ["teacher", "ce", "kd", "hint"]
     means = {"teacher": 390, **{name: np.mean(counts) for name, counts in {"ce": CE, "kd": KD, "hint": HINT}.items()}}
-    assert told["before"] == order
-    assert told["up"] == sorted(order, key=means.__getitem__)
-    assert told["down"] == sorted(order, key=means.__getitem__, reverse=True)
-    assert told["name"] == sorted(order)
-    drawn = 1 + 1 + 2 + 2  # intervals, pairs, curves, costs
-    assert told["plots"] == len(told["wide"]) == drawn
-    assert told["toggles"] == 2  # validation and training
-    assert min(told["wide"]) > 100
-    assert min(told["images"]) > 100
+    up, down = (sorted(order, key=means.__getitem__, reverse=reverse) for reverse in (False, True))
+    names = "[...document.querySelector('tbody').rows].map(row => row.cells[0].textContent)"
+    state = f"[{names}, ...[...document.querySelector('thead tr').cells].map(head => head.ariaSort)]"
+    accuracy = "[...document.querySelectorAll('thead button')].find(head => head.textContent === 'test accuracy, %')"
+
+    with browser(tmp_path) as page:
+        for width in WIDTHS:
+            page.open(report, width)
+            assert page.evaluate(FAULTS) == []
+            assert page.evaluate(names) == order
+            plots = page.evaluate("Bokeh.documents.length")
+            assert plots == 1 + 1 + 2 + 2  # intervals, pairs, curves, costs
+            legends = "Bokeh.documents.flatMap(of => [...of.roots()[0].right, ...of.roots()[0].below])"
+            hides = f"{legends}.filter(of => of.click_policy === 'hide').length"
+            assert page.evaluate(hides) == 2  # validation and training
+            assert page.evaluate("Math.min(...[...document.images].map(image => image.naturalWidth))") > 100
+        page.evaluate(f"{accuracy}.click()")
+        assert page.evaluate(names) == up
+        page.evaluate(f"{accuracy}.click()")
+        assert page.evaluate(names) == down
+        page.open(report, WIDTHS[0])
+        while page.evaluate("document.activeElement.closest('th')?.textContent") != "test accuracy, %":
+            page.press("Tab")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        page.press("Enter")
+        shown, *sorted_by = page.evaluate(state)
+        assert shown == up
+        assert [order for order in sorted_by if order] == ["ascending"]
+        page.press("Enter")
+        assert page.evaluate(names) == down
+        page.press("Tab")
+        page.press("Enter")
+        assert [order for order in page.evaluate(state)[1:] if order] == ["ascending"]
+
+
+def test_a_browser_that_cannot_unpack_says_so(report: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old.html"
+    html = report.read_text("utf-8").replace("<head>", "<head><script>delete window.DecompressionStream</script>", 1)
+    old.write_text(html, "utf-8")
+    with browser(tmp_path) as page:
+        page.open(old, WIDTHS[0], plots=False)
+        said = page.evaluate("document.querySelector('.plot').textContent")
+    assert said.startswith("This browser can't draw the plot: ")
 
 
 def test_all_pairs_are_corrected_together(found: Results) -> None:

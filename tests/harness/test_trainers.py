@@ -130,7 +130,7 @@ def test_help_names_the_strategies_and_the_options_of_the_one_chosen(
 ) -> None:
     for line, shown in (("", ["--trainer.strategy auto"]), ("hsdp", ["strategy hsdp", "strategy.shard_size 2"])):
         with pytest.raises(SystemExit):
-            command.parse([*(["--trainer.strategy", line] if line else []), "--help"])
+            command.parse([*(["--trainer.strategy", line] if line else []), "--help", "all"])
         text = " ".join(capsys.readouterr().out.split())
         names = ", ".join(["auto", *strategies.NAMES])
         for part in (f"trainer.strategy: {names}, or the import path of a class", *shown):

@@ -17,6 +17,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, ResNet, class_order, reorder_classes
 from lit_modules.objectives import Hinton
 from tests.commands import bad_input, refused, results
+from tests.net_facts import facts
 from tests.training import SHAPE, fit, net
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -150,7 +151,12 @@ def test_members_of_an_ensemble_answer_by_the_names_of_the_data(trained: Path, t
 
 
 def test_a_teacher_in_python_is_refused_until_its_classes_are_those_of_the_data(tmp_path: Path) -> None:
-    save_net(net(DeepNN), spec("lit_modules.nets.DeepNN", {"input_shape": SHAPE}), tmp_path, Sorted.class_names)
+    save_net(
+        net(DeepNN),
+        spec("lit_modules.nets.DeepNN", {"input_shape": SHAPE}),
+        tmp_path,
+        facts(classes=Sorted.class_names),
+    )
     teacher = load_net(tmp_path)
     data = Named(train_size=40, validation_size=0, test_size=40)
     expected = "a net with the data's order of classes .zero; one; two; three and 6 more.; reorder_classes changes it"

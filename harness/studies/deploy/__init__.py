@@ -1,7 +1,7 @@
 """The study of deployment: a student in each format, exported, answered for elsewhere, measured; and its report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from harness.reports.report import Part, Report, machine
 from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, count, short, table_of, words
 from harness.runs import environment
-from harness.runs.nets import Spec, write_spec
+from harness.runs.nets import Saved, write_spec
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.studies import study
@@ -50,6 +50,8 @@ class Row:
     images_per_second: float | None  # at the largest batch
     max_logit_difference: float  # to float32, on the test set
     files: list[str]  # that were written and read again, in the run's folder
+    # By file, how its answers differ from the net's; nothing of those of older versions.
+    file_differences: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Study(study.Study[Mapping[str, Any]]):
@@ -64,18 +66,20 @@ class Study(study.Study[Mapping[str, Any]]):
         self.header["fingerprint"] = run.samples["fingerprint"]
         self.header["versions"] = environment.versions(*EXTRA[1:], *formats.EXTRA[1:])
 
-    def run(self, spec: Spec, images: Tensor, labels: Tensor, make: Callable[[], Mapping[str, nn.Module]]) -> None:
+    def run(self, saved: Saved, images: Tensor, labels: Tensor, make: Callable[[], Mapping[str, nn.Module]]) -> None:
         """Export, check and measure, unless that is done; print and save the report.
 
-        `spec` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
+        `saved` rebuilds the float net. Images are those of the test set, normalised, float32 (N, C, H, W), with labels
         (N,). `make` makes the net of each format, in eval mode on the CPU; all take these images and give logits.
         """
-        self.spec, self.images, self.labels = spec, images, labels
+        self.saved, self.images, self.labels = saved, images, labels
         done = [row.latency_ms and self._has_files(row) for row in (Row(**facts) for facts in self.rows.values())]
         if len(done) < len(FILES) or not all(done):
             self._measure(make())
         self.header["failed"] = self.failed
-        notes = [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
+        rows = [Row(**facts) for facts in self.rows.values()]
+        notes = [note for row in rows for note in differences(row, len(labels))]
+        notes += [f"{file} is left out: {fault}" for file, fault in self.failed.items()]
         settings_line = "; ".join(settings(self.header["config"], self.header["free"]))
         head = {"Data": words(self.header["data"]), **machine(self.header), "Settings": settings_line}
         self.finish(report(head, [Row(**facts) for facts in self.write(FILES)], notes))
@@ -88,43 +92,48 @@ class Study(study.Study[Mapping[str, Any]]):
     def _measure(self, nets: Mapping[str, nn.Module]) -> None:
         logits = {name: logits_of(net, self.images) for name, net in nets.items()}
         written = [path for name, net in nets.items() for path in self._export(name, net)]
-        good = []
+        good: dict[Path, formats.Difference] = {}
         notice("reading each file again in a fresh process")
         for path, answer in formats.answers(written, self.images).items():
             name = path.parent.name
             if isinstance(answer, str):
                 fault = answer
-            else:
-                fault = formats.disagreement(logits[name], answer, exact=name == "float32")
+            elif name == "float32":
+                fault = formats.disagreement(logits[name], answer, exact=True)
+            else:  # a shorter type rounds, as far as its kernels go; how much is measured
+                fault = "" if answer.isfinite().all() else formats.NOT_FINITE
             if fault:
                 self.failed[f"{name}/{path.name}"] = fault
             else:
-                good.append(path)
+                assert not isinstance(answer, str)
+                good[path] = formats.compare(logits[name], answer)
         times = self.latency.measure(nets, self.images, lambda error, name: self.fail(error, f"{name}/latency"))
         for name in nets:
-            files = [path for path in good if path.parent.name == name]
+            files = {path: difference for path, difference in good.items() if path.parent.name == name}
             self.rows[name] = asdict(self._row(name, logits, files, times[name]))
 
     def _export(self, name: str, net: nn.Module) -> list[Path]:
         """Write a format's files, each for itself; those that could be written."""
-        folder = self.out / name
+        folder, facts = self.out / name, self.saved.facts
         folder.mkdir(exist_ok=True)
         for file in FILES[name]:
             (folder / file).unlink(missing_ok=True)
             notice(f"writing {name}/{file}")
             try:
                 if file == formats.PROGRAM:
-                    formats.write_program(net, self.images, folder)
+                    formats.write_program(net, self.images, folder, facts)
                 elif file == formats.ONNX:
-                    formats.write_onnx(net, self.images, folder)
+                    formats.write_onnx(net, self.images, folder, facts)
                 else:
-                    write_spec(self.spec, folder)
-                    formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder)
+                    write_spec(self.saved.spec, folder, facts)
+                    formats.write_weights(net.net if isinstance(net, formats.Rounded) else net, folder, facts)
             except Exception as error:  # noqa: BLE001 - whatever an exporter makes of a net that it can't write
                 self.fail(error, f"{name}/{file}")
         return [folder / file for file in FILES[name] if (folder / file).exists()]
 
-    def _row(self, name: str, logits: Mapping[str, Tensor], files: list[Path], times: Times) -> Row:
+    def _row(
+        self, name: str, logits: Mapping[str, Tensor], files: Mapping[Path, formats.Difference], times: Times
+    ) -> Row:
         correct = int((logits[name].argmax(1) == self.labels).sum())
         sized = self.out / name / FILES[name][-1]
         largest = max(times, key=int, default="")
@@ -137,6 +146,7 @@ class Study(study.Study[Mapping[str, Any]]):
             images_per_second=int(largest) / times[largest]["median"] * 1e3 if largest else None,
             max_logit_difference=float((logits[name] - logits["float32"]).abs().max()),
             files=[str(path.relative_to(self.out)) for path in files],
+            file_differences={path.name: asdict(difference) for path, difference in files.items()},
         )
 
 
@@ -151,6 +161,14 @@ def report(header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str])
     text: list[Part] = [table(rows), COLUMNS, *notes]
     pngs = {"results.png": picture(rows)} if _batch_sizes(rows) else {}
     return Report(header, text, [*text, "![accuracy against latency](results.png)"], pngs)
+
+
+def differences(row: Row, count: int) -> Iterator[str]:
+    """Yield a note on each file of a format that answers otherwise than the net, on so many test images."""
+    for file, facts in row.file_differences.items():
+        if differ := facts["predictions"]:
+            largest = f"its logits differ by up to {facts['max_logit_difference']:.2g}"
+            yield f"{row.format}/{file}: {differ:,} of {count:,} predictions are others than the net's; {largest}."
 
 
 def _batch_sizes(rows: Sequence[Row]) -> list[str]:

@@ -21,10 +21,11 @@ from harness.cli import sources
 from harness.cli.classes import import_class
 from harness.reports.hparams import log_row
 from harness.runs.callbacks import check_callbacks
+from harness.runs.facts import KEYS
 from harness.runs.files import atomic
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Spec, load_net, read_spec
+from harness.runs.nets import Saved, Spec, load_net, read_facts, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
@@ -146,12 +147,20 @@ class Builder:
         if fit(self.run.with_settings(**settings), plan, lambda _: self.fresh()).fault(STUDENT):
             raise BadInput(STUDENT, self.config.student.name, "a net that Adam trains; its loss is not finite")
 
-    def student(self) -> tuple[nn.Module, Spec]:
-        """Return the student of `--run`, or one that is trained now, and how to rebuild it."""
-        if self.config.run is not None:
-            return self.read(self.config.run, "run")
-        self.train()
-        return self.read(self.run.out / f"seed{self.seed}" / STUDENT, "out")
+    def student(self) -> tuple[nn.Module, Saved]:
+        """Return the student of `--run`, or one that is trained now, and what its `net.yaml` says.
+
+        What that of an older version lacks is said of the data.
+        """
+        folder, flag = self.config.run, "run"
+        if folder is None:
+            self.train()
+            folder, flag = self.run.out / f"seed{self.seed}" / STUDENT, "out"
+        net, spec = self.read(folder, flag)
+        facts = read_facts(folder, flag)
+        if facts is None:
+            self.run.tell(f"{folder}/net.yaml, of an older version, lacks {', '.join(KEYS[1:])}: they are those of now")
+        return net, Saved(spec, facts or self.run.net_facts())
 
     def read(self, folder: str | Path, flag: str) -> tuple[nn.Module, Spec]:
         """Load a folder's net in float32 and eval mode, and its `net.yaml`; BadInput if broken or unfit."""

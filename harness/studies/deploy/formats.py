@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.runs.facts import NetFacts
 from harness.runs.files import atomic, write_bytes
 from harness.runs.quiet import silence
 from harness.studies.deploy import answer
+from lit_modules.nets.weights import plain_state
 
 WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
+METADATA = "metadata.json"  # inside of PROGRAM
 EXTRA = ("export", "onnx", "onnxruntime", "onnxscript", "safetensors")
 PROJECT = Path(__file__).parents[3]
 FLOAT_MARGIN = 1e-4  # of the top two logits
 INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: kernels round differently
+NOT_FINITE = "its logits are not finite"
 SECONDS, LATE = 600.0, "took too long"  # for a file's answers
 
 
@@ -38,27 +43,32 @@ class Rounded(nn.Module):
         return self.net(images.to(self.dtype)).float()
 
 
-def write_weights(net: nn.Module, folder: Path) -> None:
-    """Write a bare state dict as safetensors, which holds tensors and no code."""
+def write_weights(net: nn.Module, folder: Path, facts: NetFacts | None = None) -> None:
+    """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors and no code."""
     from safetensors.torch import save_file
 
-    state = {name: value.detach().cpu().contiguous() for name, value in net.state_dict().items()}
+    state = {name: value.detach().cpu().contiguous() for name, value in plain_state(net).items()}
     with atomic(folder / WEIGHTS) as temporary:
-        save_file(state, temporary)
+        save_file(state, temporary, _metadata(facts))
 
 
-def write_program(net: nn.Module, example: Tensor, folder: Path) -> None:
-    """Write what torch.export makes of a net in eval mode, for batches of any size of such inputs (b, ...)."""
-    buffer = io.BytesIO()
-    torch.export.save(_export(net, example), buffer)
+def write_program(net: nn.Module, example: Tensor, folder: Path, facts: NetFacts | None = None) -> None:
+    """Write what torch.export makes of a net in eval mode, for batches of any size of such inputs (b, ...).
+
+    `torch.export.load(FILE, extra_files={"metadata.json": ""})` fills in the facts.
+    """
+    buffer, content = io.BytesIO(), json.dumps(facts.values() if facts else {}, ensure_ascii=False)
+    torch.export.save(_export(net, example), buffer, extra_files={METADATA: content})
     write_bytes(folder / PROGRAM, buffer.getvalue())
 
 
-def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
-    """Write ONNX that takes one float32 batch of any size, `images`, and gives its `logits`; int8 as Q and DQ nodes."""
+def write_onnx(net: nn.Module, example: Tensor, folder: Path, facts: NetFacts | None = None) -> None:
+    """Write ONNX that takes one batch of any size, `images` or `tokens`, and gives its `logits`; int8 as Q and DQ."""
+    from onnx.helper import set_model_props
     from torch.onnx import export
 
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    inputs = "images" if example.is_floating_point() else "tokens"
+    names: dict[str, Any] = {"input_names": [inputs], "output_names": ["logits"]}
     with silence("torch.onnx", "onnxscript"):  # their notices to each other
         program = export(_export(net, example), (example,), dynamo=True, verbose=False, **names)
     assert program is not None
@@ -67,7 +77,12 @@ def write_onnx(net: nn.Module, example: Tensor, folder: Path) -> None:
     for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
         part.ClearField("metadata_props")  # the exporter's notes, half of a small int8 file
     graph.ClearField("value_info")
+    set_model_props(proto, _metadata(facts))
     write_bytes(folder / ONNX, proto.SerializeToString())
+
+
+def _metadata(facts: NetFacts | None) -> dict[str, str]:
+    return facts.metadata() if facts else {}
 
 
 def _export(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
@@ -75,6 +90,20 @@ def _export(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
     with torch.no_grad():
         return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a file's answers on the test set differ from the net's."""
+
+    predictions: int  # that are of another class
+    max_logit_difference: float
+
+
+def compare(expected: Tensor, logits: Tensor) -> Difference:
+    """Compare logits (N, classes) with those expected."""
+    differ = int((expected.argmax(1) != logits.argmax(1)).sum())
+    return Difference(differ, float((expected - logits).abs().max()))
 
 
 def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
@@ -88,7 +117,7 @@ def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = I
     margins = (top[:, 0] - top[:, 1])[differ]
     allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
     if not logits.isfinite().all():
-        return "its logits are not finite"
+        return NOT_FINITE
     if len(margins) and (apart := float(margins.max())) >= allowed:
         return f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
     if not exact and len(margins) > share * len(expected):
@@ -97,7 +126,7 @@ def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = I
 
 
 def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
-    """Compute logits (N, classes) of images (N, C, H, W) by each file in a fresh process, or a line why there are none.
+    """Compute logits (N, classes) of inputs (N, ...) by each file in a fresh process, or a line why there are none.
 
     The process does not have this project, but for weights alone, which need their net's class.
     """
@@ -106,7 +135,8 @@ def answers(files: Sequence[Path], images: Tensor) -> dict[Path, Tensor | str]:
         stored = Path(folder) / "images.npy"
         np.save(stored, images.numpy())
         logits = _ask([path for path in files if path not in weights], stored, {})
-        return logits | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd())]})
+        # A net of the user's own is found where this process has found it, as through PYTHONPATH.
+        return logits | _ask(weights, stored, {"paths": [str(PROJECT), str(Path.cwd()), *filter(None, sys.path)]})
 
 
 def _ask(files: Sequence[Path], images: Path, extra: Mapping[str, object]) -> dict[Path, Tensor | str]:

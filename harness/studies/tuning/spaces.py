@@ -18,6 +18,7 @@ from harness.cli.yamls import read_value
 from harness.runs.plans import Arm
 from lit_modules.objectives import Objective
 from lit_modules.objectives.base import Choice, Linear, Log, Space
+from lit_modules.schedules import build_scheduler, nominal
 
 OPTIMIZER, SEARCH = "optimizer", "search"
 AROUND = 10.0  # the learning rate is searched from a tenth of the given one to ten times it
@@ -123,7 +124,7 @@ def _keeps_rates(config: Namespace) -> bool:
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(layers, (0.1, 0.2), strict=True)]
     optimizer = cli.factory(config.optimizer, OPTIMIZER)(groups)
-    scheduler = cli.factory(config.scheduler, "scheduler")(optimizer)
+    scheduler, _ = build_scheduler(cli.scheduler_factory(config.scheduler, "scheduler"), optimizer, nominal())
     first, second = scheduler.get_last_lr()
     return bool(first != second)
 

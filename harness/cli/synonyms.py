@@ -1,0 +1,85 @@
+"""What other programs call options of ours: the error of an unknown flag names the right one."""
+
+import difflib
+from collections.abc import Iterable
+
+# Of ours the last word, and what to set before or with it; then others' names for it, with _ for -.
+OTHERS_NAMES = {
+    "accelerator": "device",
+    "accelerator cpu": "cpu no_cuda use_cpu",
+    "accelerator gpu": "cuda use_cuda",
+    "accumulate_grad_batches": "accum_iter accumulate grad_accum grad_accum_steps gradient_accumulation_steps",
+    "augment": "aug augmentation data_augmentation",
+    "batch_size": "b batch batchsize bs per_device_train_batch_size train_batch_size",
+    "callbacks EarlyStopping": "early_stop early_stopping patience",
+    "cutmix": "cutmix_alpha",
+    "data": "dataset",
+    "devices": "device gpu gpu_id gpu_ids gpus n_gpu ngpus nproc num_devices num_gpus world_size",
+    "dropout": "drop drop_rate",
+    "gradient_clip_val": "clip clip_grad clip_grad_norm grad_clip max_grad_norm",
+    "image_size": "img_size input_size resolution",
+    "data ImageFolder --data.image_size": "image_size img_size input_size resolution",
+    "kd_weight": "alpha kd_alpha",
+    "label_smoothing": "smoothing",
+    "list_layers": "layers",
+    "log_every_n_steps": "log_interval logging_steps print_freq",
+    "logger": "report_to tracker",
+    "logger CSVLogger --trainer.logger.save_dir": "csv csv_logger",
+    "logger MLFlowLogger": "mlflow",
+    "logger WandbLogger": "wandb",
+    "logger WandbLogger --trainer.logger.project": "project wandb_project",
+    "lr": "base_lr init_lr learning_rate",
+    "max_epochs": "epoch epochs max_epoch n_epochs nepochs num_epochs num_train_epochs",
+    "max_steps": "iterations iters max_iter max_iters num_iters num_steps steps total_steps",
+    "max_time": "budget time_budget time_limit",
+    "metric": "eval_metric monitor",
+    "mixup": "mixup_alpha",
+    "net": "arch architecture model",
+    "num_classes": "classes n_classes nb_classes",
+    "num_nodes": "nnodes nodes",
+    "num_workers": "dataloader_num_workers n_workers threads workers",
+    "data ImageFolder --data.num_workers": "dataloader_num_workers n_workers num_workers threads workers",
+    "optimizer": "opt optim",
+    "optimizer SGD --optimizer.momentum": "momentum",
+    "out": "experiment exp_name log_dir logdir name output output_dir save_dir save_path work_dir workdir",
+    "overwrite": "force overwrite_output_dir",
+    "precision": "dtype",
+    "precision 16-mixed": "amp fp16 half mixed_precision use_amp",
+    "precision bf16-mixed": "amp bf16",
+    "profiler": "profile",
+    "resume": "cont continue resume_from resume_from_checkpoint",
+    "root": "data_dir data_path data_root dataroot",
+    "data ImageFolder --data.root": "data_dir data_path data_root dataroot folder image_folder path",
+    "save_ckpt": "save_model",
+    "scheduler": "lr_sched lr_schedule lr_scheduler lr_scheduler_type sched",
+    "seeds": "num_runs num_seeds random_seed runs seed trial trials",
+    "strategy": "dist distributed",
+    "student": "arch architecture model model_s model_student student_model",
+    "teacher": "model_t model_teacher teacher_model",
+    "teacher_ckpt": "checkpoint ckpt load path_t pretrained teacher_checkpoint teacher_path teacher_weights weights",
+    "temperature": "kd_t t tau temp temperature",
+    "train_size": "n_train num_samples num_train subset_size",
+    "tune": "n_trials num_trials sweep trials",
+    "validation_size": "val_size val_split valid_size validation_split",
+    "variants.kd": "distill method",
+    "weight_decay": "decay l2 wd",
+    "zoo": "all_methods methods",
+}
+ALSO_CALLED = {
+    name: [ours for ours, names in OTHERS_NAMES.items() if name in names.split()]
+    for name in " ".join(OTHERS_NAMES.values()).split()
+}
+
+
+def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
+    """Return flags like this one, as the end of a message: near ones, those with its last word, and synonyms."""
+    flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
+    last = name.rpartition(".")[2]
+    matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
+    for meant, _, more in (entry.partition(" ") for entry in [*ALSO_CALLED.get(last, []), last]):
+        if more.rpartition("--")[2] not in flags:  # else it is there without choosing another class
+            ends = [other for other in flags if f".{other}".endswith(f".{meant}")]
+            matches += [f"{other} {more}".strip() for other in ends]
+    matches = [*dict.fromkeys(matches)] or difflib.get_close_matches(name, flags, 3, 0.6)
+    listed = [prefix + flags.get(match, match) for match in matches[:3]]
+    return f"; near: {', '.join(listed)}" if listed else ""

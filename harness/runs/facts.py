@@ -1,0 +1,65 @@
+"""What users of a net need beside its class: net.yaml has it, and so has each file that is exported of the net."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from datamodules.preparation import Preparation
+from lit_modules.tasks import TASKS
+
+KEYS = (
+    "classes",
+    "task",
+    "inputs",
+    "versions",
+    "commit",
+)  # in net.yaml; those of older versions have the first or none
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetFacts:
+    """What users of a trained net need.
+
+    Args:
+        task: what its outputs mean, by its name in `lit_modules.tasks`.
+        inputs: how raw samples become its inputs.
+        classes: names of its logits' classes, in their order; empty if they have none.
+        versions: of the packages with which it was trained.
+        commit: of the code that trained it, with `-dirty` for a changed checkout; None if that is not known.
+    """
+
+    task: str
+    inputs: Preparation
+    classes: tuple[str, ...] = ()
+    versions: Mapping[str, str]
+    commit: str | None = None
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Read what `to_plain` wrote; TypeError, ValueError or LookupError if it is something else."""
+        if facts["task"] not in TASKS:
+            raise ValueError(facts["task"])
+        versions = {str(name): str(version) for name, version in facts["versions"].items()}
+        classes, commit = tuple(map(str, facts.get("classes", ()))), facts["commit"]
+        return cls(
+            task=facts["task"], inputs=Preparation.read(facts["inputs"]), classes=classes, versions=versions,
+            commit=None if commit is None else str(commit),
+        )  # fmt: skip
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as net.yaml has it."""
+        classes = {"classes": [*self.classes]} if self.classes else {}
+        rest = {"inputs": self.inputs.to_plain(), "versions": {**self.versions}, "commit": self.commit}
+        return {**classes, "task": self.task, **rest}
+
+    def values(self) -> dict[str, Any]:
+        """Return its values by the names that exported files have."""
+        inputs = {f"input_{name}": value for name, value in self.inputs.to_plain().items()}
+        rest = {"classes": [*self.classes], "versions": {**self.versions}, "commit": self.commit or ""}
+        return {"task": self.task, **inputs, **rest}
+
+    def metadata(self) -> dict[str, str]:
+        """Return `values` as texts: lists and mappings in JSON."""
+        values = self.values().items()
+        return {key: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for key, x in values}

@@ -1,0 +1,136 @@
+"""What the help shows, and which flag an unknown one's error names."""
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+from apprentice.errors import BadInput
+from experiments import attention, comm, gpt, hardware, kd, pipeline, quantize
+from harness.cli.sources import flat
+from harness.cli.synonyms import ALSO_CALLED
+
+EXPERIMENTS = (kd, gpt, quantize, hardware, pipeline, comm, attention)
+PARSERS = {module.__name__.rpartition(".")[2]: module.parser() for module in EXPERIMENTS}  # type: ignore[attr-defined]
+
+
+def help_of(name: str, line: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+        PARSERS[name].parse(shlex.split(line))
+    assert end.value.code == 0
+    return out.getvalue()
+
+
+@cache
+def flags_of(name: str, line: str = "") -> set[str]:
+    return set(re.findall(r"^  --([\w.]+)", help_of(name, f"{line} --help all"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_help_is_one_screen_of_flags_that_exist(name: str) -> None:
+    text = help_of(name, "-h")
+    assert text.startswith(f"usage: python experiments/{name}.py [--FLAG VALUE ...] [--help [all]]\n\n")
+    assert len(text.splitlines()) <= 50
+    assert max(map(len, text.splitlines())) <= 80
+    shown = re.findall(r"^  --([\w.]+)", text, re.MULTILINE)
+    assert {flag.removesuffix(".NAME") for flag in shown} <= {*flags_of(name), "variants"}
+    common = {*PARSERS[name].options.target.common}
+    assert common <= {flag.removesuffix(".NAME") for flag in shown}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_all_of_the_help_has_every_setting(name: str) -> None:
+    parser = PARSERS[name]
+    text = help_of(name, "--help all")
+    assert max(map(len, text.splitlines())) <= 120
+    settings = {
+        flag.replace(".init_args", "").removesuffix(".class_path") for flag, _ in flat(parser.as_dict(parser.parse([])))
+    }
+    assert {*settings} - parser.idle <= flags_of(name)
+
+
+def test_all_of_the_help_is_in_groups_with_the_options_of_what_is_chosen() -> None:
+    text = help_of("kd", "--help all --teacher ResNet")
+    for flag in ("data.batch_size 128", "teacher.depth 20", "variants.kd.temperature 2.0", "trainer.max_epochs 10"):
+        assert f"--{flag}" in text
+    assert text.index("--seeds 3") < text.index("--recipe null") < text.index("--data Digits")
+    assert re.search(r"--trainer.gradient_clip_val null +The value at which to clip gradients\n", text)
+    assert len(text.splitlines()) < 230
+
+
+@pytest.mark.parametrize(
+    ("line", "groups"),
+    [
+        ("--data MNIST --help", ["data"]), ("--help data", ["data"]), ("--help data --seeds 3", ["data"]),
+        ("--help trainer", ["trainer", "trainer.strategy", "trainer.logger"]),
+        ("--trainer.strategy hsdp --help", ["trainer.strategy"]), ("--help student --data MNIST", ["student"]),
+        ("--help --teacher.depth 3 --teacher ResNet --optimizer SGD", ["teacher", "optimizer"]),
+    ],
+)  # fmt: skip
+def test_the_help_of_what_is_named_or_chosen(line: str, groups: list[str]) -> None:
+    text = help_of("kd", line)
+    assert re.findall(r"^([\w.]+): ", text, re.MULTILINE)[1:] == groups
+    assert ("--data.root" in text) is ("data" in groups and "MNIST" in line)
+    assert ("--trainer.strategy.shard_size 2" in text) is ("hsdp" in line)
+
+
+@pytest.mark.parametrize("wrong", ["--teacher NoSuch", "--data '{x'", "--seeds many"])
+def test_a_wrong_flag_does_not_keep_the_help_back(wrong: str) -> None:
+    assert "--seeds 3" in help_of("kd", f"--help all {wrong}")
+
+
+def test_the_installed_command_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "/usr/bin/apprentice", "kd"])
+    monkeypatch.setitem(PARSERS, "kd", kd.parser())
+    assert help_of("kd", "--help").startswith("usage: apprentice kd [--FLAG")
+    assert "\nflags of apprentice kd:\n" in help_of("kd", "--help all")
+    assert refusal("kd", ["--lr", "1"]) == "--lr 1: expected a flag of apprentice kd; near: --optimizer.lr"
+
+
+def refusal(name: str, flags: list[str]) -> str:
+    with pytest.raises(BadInput) as error:
+        PARSERS[name].parse(flags)
+    return f"--{error.value}"
+
+
+@pytest.mark.parametrize("name", [*ALSO_CALLED])
+def test_a_name_of_other_programs_leads_to_flags_that_exist(name: str) -> None:
+    """What the error names can be typed: each flag of it, after those before it, is one that the help lists."""
+    script = "kd" if name not in flags_of("kd") else "gpt"
+    line = refusal(script, [f"--{name.replace('_', '-')}", "1"])
+    suggested = re.search(r"; near: (.*)", line)
+    assert suggested, line
+    for words in suggested[1].split(", "):
+        *before, (flag, *_) = [part.split() for part in re.findall(r"--[^-]\S*(?: \w\S*)?", words)]
+        chosen = shlex.join([word for part in before for word in part])
+        assert flag.removeprefix("--") in flags_of(script, chosen), words
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("lr", "--optimizer.lr"), ("gpus", "--trainer.devices"), ("epochs", "--trainer.max_epochs"),
+        ("workers", "--data ImageFolder --data.num_workers"), ("seed", "--seeds, --data.seed"),
+        ("amp", "--trainer.precision 16-mixed, --trainer.precision bf16-mixed"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("values", [["1"], []], ids=["with a value", "without"])
+def test_the_usual_names(flag: str, near: str, values: list[str]) -> None:
+    assert refusal("kd", [f"--{flag}", *values]).endswith(f": expected a flag of kd.py; near: {near}")
+
+
+def test_flags_of_the_chosen_class_come_before_another_class() -> None:
+    line = refusal("kd", ["--data", "ImageFolder", "--data.root", "x", "--workers", "3"])
+    assert line.endswith("near: --data.num_workers")
+    assert "near" not in refusal("gpt", ["--workers", "3"])  # its data have no workers
+
+
+def test_no_synonym_is_one_of_ours() -> None:
+    ours: dict[str, Any] = {name: flags_of(name) for name in PARSERS}
+    assert not {*ALSO_CALLED} & set.intersection(*ours.values())
