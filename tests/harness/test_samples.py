@@ -67,7 +67,12 @@ def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
 
 def test_a_run_has_its_report(one: Path) -> None:
     page = (one / "report.html").read_text("utf-8")
-    for said in ("Curves", "Fidelity and calibration", "most confused test samples", "kd.py --data.train_size 150"):
+    for said in (
+        "Curves",
+        "Fidelity and calibration",
+        "most confused test samples",
+        "kd.py --data Digits --data.train_size 150",
+    ):
         assert said in page
     assert page.count('src="data:image/png') == 5  # results.png, a matrix for each net, the most confused images
 
