@@ -94,8 +94,8 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
-        "recipe", "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
-        "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
+        "recipe", "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
+        "variants", "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
         "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
     )  # fmt: skip
 

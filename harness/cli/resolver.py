@@ -52,6 +52,7 @@ class Resolver:
         settings = {flag: new for flag, new in named.items() if "." in flag or read_value(new.value, flag) is not None}
         if named and not settings:
             raise BadInput(f"{key}.{next(iter(named))}", "null", f"a class, here or at another name of --{key}")
+        self.flags |= {f"{key}.{name}": (None, "") for name in named if "." not in name and name not in settings}
         names = dict.fromkeys(flag.split(".")[0] for flag in settings)
         for flag, setting in settings.items():
             name = flag.split(".")[0]

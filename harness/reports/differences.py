@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from harness.reports import samples
-from harness.reports.results import Results, StudentResults
+from harness.reports.results import Results
 from harness.reports.tables import NONE, join_words, table_of
 from harness.reports.uncertainty import Interval
 
@@ -22,15 +22,12 @@ def rows(results: Results) -> Iterator[Row]:
     """Yield the differences that have an interval."""
     for name, student in results.students.items():
         single = student.delta_vs_ce
-        if has_baseline(results, name, student) and single is not None and single["low"] is not None:
-            both = samples.difference_over_both(results, name, student.baseline)
-            known = both if both is not None and both["low"] is not None else None
+        if single is None or name == student.baseline or student.baseline not in results.students:
+            continue
+        both = samples.difference_over_both(results, name, student.baseline)
+        known = both if both is not None and both["low"] is not None else None
+        if known is not None or single["low"] is not None:
             yield Row(name, single, student.delta_vs_ce_corrected, known)
-
-
-def has_baseline(results: Results, name: str, student: StudentResults) -> bool:
-    """Return whether a student is compared with another one."""
-    return name != student.baseline and student.baseline in results.students
 
 
 def section(results: Results) -> list[str]:

@@ -177,7 +177,8 @@ def star_failed(name: str, failed: Sequence[Failure | None]) -> str:
 def picture(results: Results) -> bytes:
     """results.png: the metric with its intervals, the differences with theirs, and the metric against the cost."""
     label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
-    compared = {row.name: (row.single, row.corrected or row.single) for row in differences.rows(results)}
+    rows = [row for row in differences.rows(results) if row.single["low"] is not None]
+    compared = {row.name: (row.single, row.corrected or row.single) for row in rows}
     baselines = {student.baseline for student in results.students.values()}
     to = f"Δ to {baselines.pop() if len(baselines) == 1 else 'ce of the same net'}, {results.metric.unit}"
     return metric_picture(students, label, teacher.mean if teacher.scores else None, compared, to)
