@@ -92,6 +92,7 @@ class InMemoryData(LightningDataModule):
         self.labelled, self.hides_labels, self._labelled_samples = labelled, True, cast("Tensor | None", None)
         self.name = type(self).__name__
         self.order_seed = 0
+        self.evaluated_rows: int | None = None
         self._splits: dict[str, Samples | Streamed] = {}
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
@@ -187,8 +188,8 @@ class InMemoryData(LightningDataModule):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change."""
-        return self.batch_size
+        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change, unless it is held."""
+        return self.evaluated_rows or self.batch_size
 
     @property
     def train_inputs_repeat(self) -> bool:

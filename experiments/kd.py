@@ -31,12 +31,15 @@ from apprentice.errors import BadInput
 from apprentice.keyed import fold_in
 from datamodules.base import LARGEST_BATCH
 from harness import cli
+from harness.jobs.engines import LAUNCHERS
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.deploy import leaving
+from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.recipes import DEFAULT, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
@@ -57,11 +60,18 @@ class Options(cli.RunOptions):
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         metric: what nets are judged by, in the table and beside the accuracy of the validation.
+        best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
+            val/loss; the earliest of equals; the teacher's, too. Default: of the last epoch.
+        early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
+            for --patience validations; the teacher, too. The others train on.
+        patience: validations that --early_stopping waits; default: 3.
+        ema: decay, as 0.999, of moving averages of students' weights; they are tested beside the weights.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
         save_ckpt: write classifier.ckpt beside weights.pt, for LitClassifier.load_from_checkpoint.
+        export: a folder for the students of the first seed, each in files that run without this project.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -78,11 +88,16 @@ class Options(cli.RunOptions):
     only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
     metric: ClassMetric = field(default="accuracy", metadata=cli.OnResume(why="what is tested is tested once").metadata)
+    best_epoch: str | None = None
+    early_stopping: str | None = None
+    patience: int | None = None
+    ema: float | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
     tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     save_ckpt: bool = field(default=False, metadata=cli.FREE.metadata)
+    export: str | None = field(default=None, metadata=cli.CALL.metadata)
     list_layers: bool = field(default=False, metadata=cli.CALL.metadata)
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -95,13 +110,15 @@ class Options(cli.RunOptions):
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
         "recipe", "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
-        "variants", "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
-        "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
+        "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
+        "trainer.max_epochs", "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out",
+        "resume", "overwrite",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_tuning()
+        self._check_ends()
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
         if self.teacher_batch_size is not None and not 1 <= self.teacher_batch_size <= LARGEST_BATCH:
@@ -121,6 +138,19 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
+
+    def _check_ends(self) -> None:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise BadInput("ema", self.ema, "a decay between 0 and 1, such as 0.999")
+        if self.early_stopping is None and self.patience is not None:
+            raise BadInput("patience", self.patience, "--early_stopping val/loss, or another score, beside it")
+        if self.early_stopping is not None:
+            self.patience = 3 if self.patience is None else self.patience
+            if self.patience < 1:
+                raise BadInput("patience", self.patience, "a number of validations, at least 1")
+        for name in ("best_epoch", "early_stopping"):
+            if self.tune is not None and (value := vars(self)[name]) is not None:
+                raise BadInput(name, value, "it left out: --tune compares settings by their last epochs")
 
     def _check_tuning(self) -> None:
         if self.tune is None:
@@ -164,6 +194,7 @@ def parser() -> cli.Parser:
     )
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless="data")
+    parser.add_classes("launcher", LAUNCHERS, cli.FREE)
     return parser
 
 
@@ -203,7 +234,7 @@ class KD(BakeOff):
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-            optimizer_options=optimizers,
+            optimizer_options=optimizers, ema=config.ema,
         )  # fmt: skip
 
 
@@ -216,17 +247,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.search and not run.config.tune:
             flag, value = next(iter(run.config.search.items()))
             raise BadInput(f"search.{flag}", value, "--tune N beside it")
+        if is_job():
+            KD(run).do_job()
+            return
         run.announce()
         bake_off = KD(run)
         bake_off.check()
         tuning = Tuning(bake_off) if run.config.tune else None
         if tuning:
             tuning.check()
+        if run.config.export:
+            leaving.check_students(run, bake_off.arms)
         with run.folder():
             run.describe()
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
+            if run.config.export:
+                leaving.export_students(run, bake_off.arms)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def keep_runs(checkpoint: dict[str, Any], runs: Sequence[str], kept: Collection[
     for name in ("train_sums", "validated"):
         learner[name] = without(learner[name], dropped)
     learner["epochs"] = [without(values, dropped) for values in learner["epochs"]]
-    for name in ("failed", "loss_scales"):
+    for name in ("failed", "stopped", "loss_scales"):
         learner[name] = {run: value for run, value in learner[name].items() if run in kept}
 
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch, Mixed
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives.base import average_labelled, fill_uncounted
+from lit_modules.prepared import prepare_net
 from lit_modules.tasks import Classification, Task
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,22 +15,23 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
+from lit_modules.averages import AveragingLearner
 from lit_modules.checkpoints import keep_runs, without
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam, prepare_net
+from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
-from lit_modules.nets.ensemble import MEMBERS
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
+from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
 from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
 
 
-class Distillation(Learner):
+class Distillation(AveragingLearner):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -56,6 +57,7 @@ class Distillation(Learner):
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
+        ema: decay of a moving average of each student's weights, which is validated and tested beside them.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
@@ -85,6 +87,7 @@ class Distillation(Learner):
         labelled: bool = True,
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        ema: float | None = None,
     ) -> None:
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -107,6 +110,7 @@ class Distillation(Learner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+        self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
         # What objectives keep is the same on every rank; DDP would send it before each forward.
@@ -115,7 +119,7 @@ class Distillation(Learner):
             for path, module in self.named_modules()
             if isinstance(module, Objective)
             for key, _ in module.named_buffers(recurse=False)
-        ]
+        ] + [f"averages.{key}" for key in self.averages.state_dict()]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -151,13 +155,13 @@ class Distillation(Learner):
 
     @property
     def _teacher_layers(self) -> set[str]:
-        members = {MEMBERS} if isinstance(self.teacher, Ensemble) else set()
-        return members | {path for objective in self._objectives.values() for path in objective.teacher_layers.values()}
+        members = self.teacher.member_layers if isinstance(self.teacher, Ensemble) else ()
+        return {*members, *(path for o in self._objectives.values() for path in o.teacher_layers.values())}
 
     @property
     def relates_rows(self) -> bool:
         """Whether any student's objective relates rows of the global batch; strategies that can't do so refuse it."""
-        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.failed)
+        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.inactive)
 
     @property
     def fewest_rows(self) -> int:
@@ -166,11 +170,13 @@ class Distillation(Learner):
 
     @property
     def uses_teacher(self) -> bool:
-        return any(student.objective.uses_teacher for student in self.students.values())
+        return any(self.students[name].objective.uses_teacher for name in self.active_runs)
 
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
-        return [self.teacher, *(part for s in self.students.values() for part in (s.net, *s.objective.parts()))]
+        averages = [net for net in map(self.average_of, self.runs) if net is not None]
+        parts = [part for s in self.students.values() for part in (s.net, *s.objective.parts())]
+        return [self.teacher, *averages, *parts]
 
     def read_layers(self) -> list[tuple[nn.Module, bool]]:
         """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
@@ -183,12 +189,13 @@ class Distillation(Learner):
             return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
 
     def train(self, mode: bool = True) -> "Distillation":
-        """Set the students' mode; the teacher and failed students stay in eval mode."""
+        """Set the students' mode; the teacher and inactive students stay in eval mode."""
         super().train(mode)
         self.teacher.eval()
+        self.averages.eval()
         for norm in self._batch_norms.values():
             norm.train(mode)  # with the global batch's statistics; chunks of an evaluation stand for themselves
-        for name in self.failed:
+        for name in self.inactive:
             self.students[name].eval()
         return self
 
@@ -205,11 +212,14 @@ class Distillation(Learner):
     def module_of(self, run: str) -> nn.Module:
         return self.students[run]
 
+    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.startswith((f"students.{run}.", f"averages.{run}."))]
+
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
         teacher, students = self.active()
         taught = self._ask_teacher(inputs) if teacher else None
-        return taught, {name: self.students[name](inputs) for name in students if name not in self.failed}
+        return taught, {name: self.students[name](inputs) for name in students if name not in self.inactive}
 
     def active(self) -> tuple[bool, Sequence[str]]:
         """Whether the teacher runs in a forward, and which students."""
@@ -224,6 +234,7 @@ class Distillation(Learner):
 
     def on_train_start(self) -> None:
         """Cache the teacher's outputs if they will be needed again."""
+        super().on_train_start()
         trainer = self.trainer
         self._epoch = trainer.num_training_batches
         self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
@@ -265,7 +276,8 @@ class Distillation(Learner):
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
         """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
         dropped = [name for name in students if name not in kept]
-        checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, "students.", ".")
+        for part in ("students.", "averages."):
+            checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, part, ".")
         keep_runs(checkpoint, students, kept)
         checkpoint["learner"]["teacher_samples"] = 0
 
@@ -280,9 +292,9 @@ class Distillation(Learner):
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss, place = self._zero_of_failed(), self._place(batch)
+        loss, place = self._zero_of_inactive(), self._place(batch)
         for name, student in self.students.items():
-            if name in self.failed:
+            if name in self.inactive:
                 continue
             total, values = student.losses(student.rows(name, teacher, students, batch), place, batch.label_weight)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
@@ -309,12 +321,12 @@ class Distillation(Learner):
         return teacher.logits, self._logits(students)
 
     def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
-        return {name: outputs.logits for name, outputs in students.items() if name not in self.failed}
+        return {name: outputs.logits for name, outputs in students.items() if name not in self.inactive}
 
-    def _zero_of_failed(self) -> Tensor:
-        """Zero, with a gradient of zero for every parameter of failed students: DDP waits for each of them."""
-        failed = [p for name in self.failed for p in self.students[name].parameters()]
-        here = (p for p in failed if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    def _zero_of_inactive(self) -> Tensor:
+        """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
+        idle = [p for name in self.inactive for p in self.students[name].parameters()]
+        here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
         zero = torch.zeros((), device=self.device, requires_grad=True)
         return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
 

@@ -8,18 +8,15 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming, reason
-from apprentice.keyed import Dropout, find_unkeyed_layers
 from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
-from lit_modules.nets import globalise, has_no_running_statistics, unwrap_logits
-from lit_modules.nets.batch_norm import find_local_batch_norms
 from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
 from lit_modules.schedules import Length, MakeScheduler, build_scheduler, check_steps, nominal
@@ -43,7 +40,7 @@ class Learner(RunMetrics):
         start: the state of one optimizer, and of a scheduler or None, with which a fit begins unless it is resumed.
     """
 
-    saved: tuple[str, ...] = ("train_sums", "samples", "epochs", "validated", "failed")
+    saved: tuple[str, ...] = ("train_sums", "samples", "epochs", "validated", "failed", "stopped")
     optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     start: tuple[dict[str, Any], dict[str, Any] | None] | None = None
 
@@ -139,8 +136,8 @@ class Learner(RunMetrics):
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch of `count` rows by its means, `<run>/<what>` to value.
 
-        A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed runs,
-        which no longer step.
+        A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed and of
+        stopped runs, which no longer step.
         """
         counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS}}
         means = {name: value for name, value in means.items() if name not in counts}
@@ -149,18 +146,36 @@ class Learner(RunMetrics):
             terms = {name.rpartition("/")[2]: value for name, value in means.items() if name.rpartition("/")[0] == run}
             if run not in self.failed and (bad := [term for term, value in terms.items() if not math.isfinite(value)]):
                 self._fail(run, bad[0])
-        alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.failed}
+        alive = {name: value for name, value in means.items() if name.rpartition("/")[0] not in self.inactive}
         if alive:
             self.log_training(alive, count, counts)
         else:
             self.trainer.should_stop = True
-        return self._parameters_of(self.failed)
+        return self._parameters_of(self.inactive)
 
     def _fail(self, run: str, term: str) -> None:
         step = self.batches_done
         self.failed[run] = {"step": step, "term": term}
         self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs that training has completed."""
+        return round(self.batches_done / self.trainer.num_training_batches, 3)
+
+    def stop(self, run: str) -> None:
+        """Let a run keep the parameters that it has, on all ranks alike; without any other training ends."""
+        done = {"epochs": self.epochs_done, "steps": self.trainer.global_step, "samples": self.samples}
+        self.stopped[run] = done
+        self.print(f"{run or 'training'} stopped after {done['epochs']:g} epochs")
+        if not self.active_runs:
+            self.trainer.should_stop = True
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Keep stopped runs in eval mode: Lightning gives modules back their modes after a validation."""
+        for run in self.stopped:
+            self.module_of(run).eval()
 
     def configure_optimizers(self) -> Any:
         self.loss_scales.take_over(getattr(self.attached_trainer, "precision_plugin", None), self.runs)
@@ -232,19 +247,19 @@ class Learner(RunMetrics):
             clip(run, gradient_clip_val, GradClipAlgorithmType(gradient_clip_algorithm or "norm"))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of runs that overflowed or failed, so that momentum and weight decay skip them too.
+        """Drop gradients of runs that overflowed, failed or stopped, so that momentum and weight decay skip them too.
 
         Callbacks' hooks of this name run before: under 16-mixed they see scaled gradients.
         """
         self._divide_accumulated()
         overflowed: list[str] = []
         if self.loss_scales.scalers:
-            alive = {run: group for run, group in self.parameter_groups().items() if run not in self.failed}
+            alive = {run: group for run, group in self.parameter_groups().items() if run not in self.inactive}
             overflowed = self.loss_scales.unscale(alive, self.trainer.strategy.root_device)
             for run in overflowed:
                 if self.loss_scales.scalers[run].get_scale() < HOPELESS:
                     self._fail(run, "gradient")
-        for p in self._parameters_of({*self.failed, *overflowed}):
+        for p in self._parameters_of({*self.inactive, *overflowed}):
             p.grad = None
         if self.loggers and self.is_logged(self.global_step + 1):
             self._log_step(optimizer)
@@ -284,7 +299,8 @@ class Learner(RunMetrics):
             values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
             if (total := norm(parameters)) is not None:
                 values[f"{run}/grad_2.0_norm_total"] = total
-        alive = {name.removeprefix("/"): x for name, x in values.items() if name.rpartition("/")[0] not in self.failed}
+        off = self.inactive
+        alive = {name.removeprefix("/"): x for name, x in values.items() if name.rpartition("/")[0] not in off}
         self.log_dict(tags(alive, "train"), batch_size=1)
 
     def _parameters_of(self, runs: Collection[str]) -> list[nn.Parameter]:
@@ -302,7 +318,7 @@ class Learner(RunMetrics):
             raise BadInput("data", "no training batch", "batches (inputs, labels); each is None")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the running sums of an interrupted epoch, the failed runs and the loss scales."""
+        """Save the running sums of an interrupted epoch, the failed and stopped runs and the loss scales."""
         state = {name: getattr(self, name) for name in self.saved}
         checkpoint["learner"] = state | {"loss_scales": self.loss_scales.state_dict()}
 
@@ -321,25 +337,3 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
     total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]))
     norm: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
     return norm
-
-
-def prepare_net(net: nn.Module) -> nn.Module:
-    """Return the net with BatchNorm over the global batch, and a number for each layer of keyed dropout.
-
-    Warns of layers whose noise or statistics are a rank's own, and of BatchNorm without running statistics.
-    """
-    keyed_layers = [m for m in net.modules() if isinstance(m, Dropout)]
-    if len({m.layer for m in keyed_layers}) < len(keyed_layers):
-        for number, module in enumerate(keyed_layers):
-            module.layer = number  # otherwise two layers of one width would draw one mask
-    if names := find_unkeyed_layers(net):
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        advice = "without --exact numbers move with the device count and a resume; apprentice.keyed.Dropout's do not"
-        rank_zero_warn(f"{type(net).__name__} draws noise from torch's generator in {listed}: {advice}")
-    if names := [name for name, module in net.named_modules() if has_no_running_statistics(module)]:
-        keeps = f"{type(net).__name__} keeps no running statistics in {names[0] or 'itself'}"
-        rank_zero_warn(f"{keeps}: its scores for a sample depend on those that are evaluated with it")
-    if names := find_local_batch_norms(globalise(net)):
-        advice = "numbers move with the device count; those of torch's BatchNorm do not"
-        rank_zero_warn(f"{type(net).__name__} has a BatchNorm of its own in {names[0]}: {advice}")
-    return unwrap_logits(net)

@@ -14,6 +14,7 @@ from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
 from lit_modules.tasks.scores import PerSample, Scores, fidelity
 
+EMA = "ema_"  # how names of scores of averaged weights begin
 BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 
@@ -24,6 +25,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     Attributes:
         failed: runs that have failed, with the step and the term.
+        stopped: runs that have stopped before the others, with the epochs, steps and samples that they have trained.
         samples: seen in training.
         of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
         has_teacher: whether `predict_beside_teacher` gives a teacher's logits.
@@ -37,6 +39,7 @@ class RunMetrics(Recorded, ChecksBatches):
         self.runs = list(runs)
         # A list in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(task.scores() for _ in self.runs)
+        self.averaged_scores = nn.ModuleDict()  # by run, of averages of its weights
         beside = FIDELITY if self.has_teacher else ()
         self.tested = nn.ModuleList(PerSample((*self.scores_of(run).sampled, *beside)) for run in self.runs)
         self.train_sums: dict[str, float] = {}
@@ -44,15 +47,35 @@ class RunMetrics(Recorded, ChecksBatches):
         self.epochs: list[dict[str, float]] = []  # of each the means in training, and the scores of its validation
         self.validated: dict[str, float] = {}  # in this epoch
         self.failed: dict[str, dict[str, Any]] = {}
+        self.stopped: dict[str, dict[str, Any]] = {}
         self.of_labels: set[str] = set()
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Logits (b, ..., classes) of each run that has not failed, for inputs (b, ...)."""
+        """Logits (b, ..., classes) of each run that is active, for inputs (b, ...)."""
         raise NotImplementedError
 
     def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The teacher's logits, if the module has one, and those of `predict`."""
         return None, self.predict(inputs)
+
+    @property
+    def inactive(self) -> set[str]:
+        """Runs that are not computed: those that failed and, during a fit, those that have stopped."""
+        trainer = self.attached_trainer
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return {*self.failed, *(self.stopped if fits else ())}
+
+    @property
+    def active_runs(self) -> list[str]:
+        return [run for run in self.runs if run not in self.inactive]
+
+    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
+        """Those of the names in the module's state that are of a run."""
+        return list(names)
+
+    def predict_averaged(self, inputs: Tensor) -> dict[str, Tensor]:
+        """Logits of the active runs that have averages of their weights, by these."""
+        return {}
 
     def scores_of(self, run: str) -> Scores:
         """The evaluation scores of a run."""
@@ -68,6 +91,7 @@ class RunMetrics(Recorded, ChecksBatches):
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
         ]
+        validated += [f"{run}/{EMA}{what}" for run in self.averaged_scores for what in scores[run] if what != "correct"]
         bar = [what for what in BAR if any(name.endswith(what) for name in trained)]
         return {
             "validation": [*tags(dict.fromkeys(validated), "val")],
@@ -125,8 +149,8 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def on_validation_epoch_start(self) -> None:
         """Reset the scores; not at the end, as a tensor made in another loop's inference mode can't be added to."""
-        for scores in self.scores:
-            scores.reset()  # type: ignore[operator]
+        for scores in (*self.scores, *self.averaged_scores.values()):
+            cast("Scores", scores).reset()
 
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()
@@ -137,14 +161,18 @@ class RunMetrics(Recorded, ChecksBatches):
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
+            averaged = self.predict_averaged(batch.inputs)
         for run, logits in predicted.items():
             self.check_labels(logits, batch)
             self.scores_of(run).update(logits, batch.labels)
+        self._score_averaged(averaged, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             teacher, predicted = self.predict_beside_teacher(batch.inputs)
+            averaged = self.predict_averaged(batch.inputs)
+        self._score_averaged(averaged, batch)
         for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
@@ -153,6 +181,10 @@ class RunMetrics(Recorded, ChecksBatches):
             if teacher is not None:
                 values |= fidelity(logits, teacher, batch.labels)
             cast("PerSample", self.tested[self.runs.index(run)]).update(batch.index, values)
+
+    def _score_averaged(self, predicted: Mapping[str, Tensor], batch: Batch) -> None:
+        for run, logits in predicted.items():
+            cast("Scores", self.averaged_scores[run]).update(logits, batch.labels)
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
@@ -180,12 +212,15 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def _log_scores(self, stage: str) -> None:
         for run in self.runs:
-            if run in self.failed:
+            if run in self.inactive:
                 continue
             scores = self.scores_of(run)
             values = scores.compute()
             if stage != "test":
                 values.pop("correct", None)
+            if run in self.averaged_scores:
+                averaged = cast("Scores", self.averaged_scores[run]).compute()
+                values |= {f"{EMA}{name}": value for name, value in averaged.items() if name != "correct"}
             values = {f"{run}/{k}" if run else k: v for k, v in values.items()}
             self._log_epoch(values, stage)
             if stage == "val" and self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:

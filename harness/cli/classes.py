@@ -197,8 +197,9 @@ def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
     options, init_args = choice.signature, choice.init_args
     chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
+    given = {name: value for name, value in init_args.items() if name not in {*chosen, *extra}}
     with refusals(choice, key):
-        values = options.instances({name: value for name, value in init_args.items() if name not in chosen})
+        values = options.instances(given)
     return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
 
 

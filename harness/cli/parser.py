@@ -3,17 +3,18 @@
 import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 
 from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
+from harness.cli.entries import Entry, Fixed
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
 from harness.cli.resuming import CALL, FIXED, FREE, NOTHING, OnResume, check_same, rules_of
@@ -24,19 +25,6 @@ from harness.start import called_as
 from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
-Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What stands at a key: the options of one class, or a choice, or texts."""
-
-    options: Signature | None = None  # of the one class
-    named: bool = False  # there are many, by names of the user's own
-    fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
-    unless: str = ""  # the key of choices by names: where there are some, none is made here
-    like: str = ""  # the key whose class and options this one has where options are set and no class
-    about: str = ""  # what it is, for the help
 
 
 class Parser:
@@ -72,6 +60,11 @@ class Parser:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key] = Classes(bases, package, frozenset(skip))
         self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
+
+    def add_classes(self, key: str, classes: Classes, on_resume: OnResume) -> None:
+        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own; none by default."""
+        self.classes[key], self._on_resume[key] = classes, on_resume
+        self._add(key, Entry(written=False), None)
 
     def add_variants(
         self,
@@ -369,8 +362,9 @@ class Parser:
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
     def _is_empty(self, key: str) -> bool:
-        """Return whether a key has names of the user's own only: without any, settings are written without the key."""
-        return self.entries[key].named and not below(key, self._defaults)
+        """Return whether settings are written without the key where it has nothing, as by default."""
+        entry = self.entries[key]
+        return not entry.written or (entry.named and not below(key, self._defaults))
 
     def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:

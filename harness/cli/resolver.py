@@ -136,6 +136,10 @@ class Resolver:
         """Raise BadInput for the first flag that is below none of the keys nor `plain`, else for what was found."""
         for flag, setting in self.settings.items():
             self.check_known(flag, setting.value, prog, keys, plain)
+        self.raise_faults()
+
+    def raise_faults(self) -> None:
+        """Raise BadInput for the first option that is unknown or missing."""
         for error in [*self._unknown, *self._missing]:
             raise error
 
@@ -154,6 +158,19 @@ class Resolver:
             choices = [key for key in keys if key in self.classes or not below(key, self.flags)]
             near_ones = near_flag(flag, [*OF_A_CALL, *choices, *plain, *self.flags], "--")
             raise BadInput(flag, value, f"a flag of {prog}{near_ones or '; --help all lists them'}")
+
+
+def choose(value: Any, key: str, classes: Classes) -> Choice:
+    """Return the class, with its options, that class_path and init_args in a value choose; `key` is its flag.
+
+    Raises:
+        BadInput: there is no such class or option, or an option has another value.
+    """
+    resolver = Resolver(layer(value, "", key), {})
+    chosen = resolver.one(classes, key)
+    resolver.raise_faults()
+    assert isinstance(chosen, Choice)
+    return chosen
 
 
 def _fit_to_hint(chosen: Chosen, hint: Any, classes: Classes, value: Any, key: str) -> Chosen:

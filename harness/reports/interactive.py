@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.reports import html, mistakes, pages, plots, tuning
+from harness.reports import differences, html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
 from harness.reports.measures import COST, ON_PAGE, PARAMETERS
 from harness.reports.results import Results
@@ -27,10 +27,23 @@ def save_results(
         pictures[tuning.PICTURE] = tuning.picture(results)
     for name, png in pictures.items():
         write_bytes(folder / name, png)
-    text = pages.markdown(results)
-    write_text(folder / "results.md", text)
-    write_text(folder / "report.html", html.page(text, pictures, sections(results, images, commands)))
+    write_text(folder / "results.md", pages.markdown(results))
+    write_text(folder / "report.html", html.page(text(results), {}, sections(results, images, commands)))
     write_json(folder / "results.json", results.to_json())
+
+
+def text(results: Results) -> str:
+    """Return the Markdown with which report.html begins: the answer, then what it rests on.
+
+    What results.md has besides comes in `sections`; for its picture stand the plots.
+    """
+    parts = [
+        pages.title(results),
+        pages.lead_paragraph(results),
+        pages.table(results, scores_first=True).markdown(),
+        *pages.notes(results, concluded=False),
+    ]
+    return "\n\n".join(parts)
 
 
 def sections(results: Results, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
@@ -44,6 +57,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         *plots.curves(results, "train/loss", "training loss"),
     ]
     plotted = [
+        Section("Differences", "\n\n".join([_DIFFERENCES, *differences.section(results)]), plots.differences(results)),
         Section(
             "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
         ),
@@ -51,15 +65,22 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
         Section("Accuracy against cost and size", "", against),
     ]
+    search = [tuning.picture(results)] if results.search else []
     written = [
+        Section("Tuning", pages.tuned(results), (), search),
         Section("Fidelity and calibration", _beside_accuracy(results)),
         Section("Confusion", _frequent(results), (), mistakes.matrices(results)),
         _most_confused(results, images),
+        Section(
+            "What was run", f"{pages.listing(results, metric, results.pooled)}\n\n{_LEARNT}\n\n{pages.learnt(results)}"
+        ),
         *html.repeat_section(commands),
     ]
     return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
+_DIFFERENCES = "Each student's paired difference over seeds, and its 95 % interval, taken alone."
+_LEARNT = "Objectives of the students:"
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "
     "noise between seeds, corrected for all of these pairs (Holm); a difference that was the same on each seed says "

@@ -6,12 +6,22 @@ from harness.reports import differences, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.report import machine
-from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults, differences_to
+from harness.reports.results import (
+    NetResults,
+    Results,
+    Scores,
+    StudentResults,
+    TeacherResults,
+    averaged_key,
+    differences_to,
+)  # fmt: skip
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
 from harness.reports.uncertainty import conclude, lead
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
+
+MOST_NAMED = 6  # students in a question
 
 
 def text(results: Results) -> str:
@@ -24,28 +34,58 @@ def text(results: Results) -> str:
 def markdown(results: Results) -> str:
     """results.md: what was run, the table, its notes, what each student learnt by, the picture."""
     drawn = f"![{results.metric.word}, and {results.metric.word} against cost](results.png)"
-    learnt = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
     parts = [
         head(results, results.metric, results.pooled),
         table(results).markdown(),
         *notes(results),
         *differences.section(results),
-        f"Objectives of the students:\n\n{learnt}",
+        f"Objectives of the students:\n\n{learnt(results)}",
         drawn,
         *_tuned(results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def learnt(results: Results) -> str:
+    """List what each student learnt by."""
+    return "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+
+
+def lead_paragraph(results: Results) -> str:
+    """Say in words what the comparison asks, what its answer is, and how sure that is."""
+    metric = results.metric
+    scores = {name: metric.mean(net.scores[metric.name]) for name, net in results.nets.items()}
+    unit = f" {metric.unit if metric.scale == 1 else '%'}"
+    reached = join_words([f"{name} {score}{unit * (score != NONE)}" for name, score in scores.items()])
+    answer = " ".join(conclusions(results)) or f"{reached}."
+    return f"**Question.** {question(results)}\n\n**Answer, and how sure it is.** {answer}"
+
+
 def _tuned(results: Results) -> list[str]:
     if results.search is None:
         return []
-    drawn = f"![validation against each option]({tuning.PICTURE})"
-    return ["## Tuning", tuning.table(results).markdown(), *tuning.notes(results), drawn]
+    return ["## Tuning", tuned(results), f"![validation against each option]({tuning.PICTURE})"]
+
+
+def tuned(results: Results) -> str:
+    """Write the table of a search and its notes; nothing without one."""
+    if results.search is None:
+        return ""
+    return "\n\n".join([tuning.table(results).markdown(), *tuning.notes(results)])
 
 
 def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
     """Write the head of results.md: what was run, on what."""
+    return f"{title(run)}\n\n{listing(run, metric, pooled)}"
+
+
+def title(run: Header) -> str:
+    """Write the heading of a page."""
+    return f"# {run.experiment} on {run.data['name']}"
+
+
+def listing(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
+    """List the data, the seeds, the settings and the machine of a run."""
     data = run.data
     sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
     lines = {
@@ -55,28 +95,44 @@ def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
         "Settings": "; ".join(settings(run.config, run.free)),
         **machine(vars(run)),
     }
-    listing = "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)
-    return f"# {run.experiment} on {data['name']}\n\n{listing}"
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)
 
 
-def table(results: Results) -> Table:
-    """Return one line for the teacher and one for each student."""
+def table(results: Results, scores_first: bool = False) -> Table:
+    """Return one line for the teacher and one for each student.
+
+    `scores_first` puts the scores and differences beside the names, where a small screen shows them.
+    """
     metric, nets, students = results.metric, results.nets, results.students
     figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
-    return table_of([
-        ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())]),
+    names = ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())])
+    kind = [
         ("objective", [NONE, *(student.objective for student in students.values())]),
         *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
+    ]
+    scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
+        *_averages(results),
         (f"Δ to ce, {metric.unit}", [NONE, *differences]),
-        *(figure.column(figures) for figure in IN_TABLE if not figure.of_net),
-    ], left=2)  # fmt: skip
+    ]
+    costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
+    if scores_first:
+        return table_of([names, *scores, *kind, *costs])
+    return table_of([names, *kind, *scores, *costs], left=2)
 
 
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
     """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
+
+
+def _averages(results: Results) -> list[tuple[str, list[str]]]:
+    """Return the column of the metric by moving averages of weights, where students have them."""
+    metric, key = results.metric, averaged_key(results.metric)
+    title = f"by EMA of weights, {metric.columns[metric.name].rpartition(', ')[2]}"
+    cells = [metric.mean(net.scores[key]) if key in net.scores else NONE for net in results.nets.values()]
+    return [(title, cells)] if any(cell != NONE for cell in cells) else []
 
 
 def _difference(name: str, student: StudentResults, metric: Metric) -> str:
@@ -85,24 +141,30 @@ def _difference(name: str, student: StudentResults, metric: Metric) -> str:
     return metric.difference(student.delta_vs_ce)
 
 
-def notes(results: Results) -> list[str]:
-    """Return the notes beneath the table: what it shows, which students failed, what the intervals support."""
+def notes(results: Results, concluded: bool = True) -> list[str]:
+    """Return the notes beneath the table: what it shows, which students failed, what the intervals support.
+
+    Without the latter where not `concluded`.
+    """
     students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
     if results.teacher.nets < len(seeds):
         lines.append("teacher: one net, tested once, which taught with every seed.")
+    if (decay := results.config.get("ema")) is not None:
+        lines.append(
+            f"EMA: of moving averages of weights (--ema {decay}), in each student's folder ema; all else is of "
+            "the weights themselves."
+        )
     lines += [
         f"{name}: its net became a {student.net}, which these figures are of."
         for name, student in students.items()
         if student.net
     ]
-    lines += _labels(results) + _kept_teacher(results) + ended_early(results)
+    lines += _labels(results) + _kept_teacher(results) + _best_epochs(results) + ended_early(results)
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
     baselines = dict.fromkeys(student.baseline for student in students.values())
-    for baseline in (name for name in baselines if name in students):
-        paired = differences_to(baseline, students, metric)
-        lines.append(conclude(baseline, {name: paired[name] for name in paired if name != baseline}, metric))
+    lines += conclusions(results) if concluded else []
     if (missing := [name for name in baselines if name not in students]) and len(students) > 1:
         without = "no differences are given" if len(missing) == len(baselines) else "its rows have no differences"
         lines += [f"No student is called {name}, so {without}." for name in missing]
@@ -111,10 +173,49 @@ def notes(results: Results) -> list[str]:
     return [line for line in lines if line]
 
 
+def conclusions(results: Results) -> list[str]:
+    """Say for each baseline which students differ from it, and how sure that is."""
+    students, metric = results.students, results.metric
+    sentences = []
+    for baseline in dict.fromkeys(student.baseline for student in students.values()):
+        if baseline in students:
+            paired = differences_to(baseline, students, metric)
+            others = {name: values for name, values in paired.items() if name != baseline}
+            sentences.append(conclude(baseline, others, metric))
+    return [sentence for sentence in sentences if sentence]
+
+
+def question(results: Results) -> str:
+    """Ask in words what the comparison answers."""
+    students, labelled = results.students, _labelled(results)
+    score = results.metric.title.partition(",")[0]
+    where = f"On {results.data['name']}"
+    if labelled is not None:
+        where += f" with labels of {count(labelled)} of {count(results.data.get('train'))} training samples"
+    baselines = {of.baseline: students[of.baseline] for of in students.values() if of.baseline in students}
+    others = [name for name in students if name not in baselines]
+    if not baselines or not others:
+        return f"{where}: which {score} {'do' if len(students) > 1 else 'does'} {_some(list(students))} reach?"
+    to = next(iter(baselines)) if len(baselines) == 1 else "the ce of the same net"
+    alone = all(student.objective == "CrossEntropy" for student in baselines.values())
+    which = f"{where}: is the {score} of {_some(others, 'or')} better than that of {to}"
+    return f"{which}, which learns from labels alone?" if alone else f"{which}?"
+
+
+def _some(names: Sequence[str], word: str = "and") -> str:
+    """Name some students, or count many."""
+    return join_words(names, word) if len(names) <= MOST_NAMED else f"{len(names)} students"
+
+
+def _labelled(results: Results) -> int | None:
+    """Return how many training samples have labels for the students, if that is not all."""
+    labelled: int | None = (results.config.get("data") or {}).get("init_args", {}).get("labelled")
+    return labelled
+
+
 def _labels(results: Results) -> list[str]:
     """Say which labels students and teacher had, if the students had only some."""
-    config, total = results.config, results.data.get("train")
-    labelled = (config.get("data") or {}).get("init_args", {}).get("labelled")
+    config, total, labelled = results.config, results.data.get("train"), _labelled(results)
     if labelled is None:
         return []
     teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
@@ -127,6 +228,21 @@ def _kept_teacher(results: Results) -> list[str]:
     if results.config.get("teacher_epochs") is not None:
         return []
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
+
+
+def _best_epochs(results: Results) -> list[str]:
+    """Say by which epochs' weights nets are shown, where validation has chosen them."""
+    if (monitor := results.config.get("best_epoch")) is None:
+        return []
+    chosen = {
+        name: join_words([NONE if epoch is None else f"{epoch:.4g}" for epoch in net.best_epochs])
+        for name, net in results.nets.items()
+        if net.best_epochs
+    }
+    epochs = "; ".join(f"{name} {of_seeds}" for name, of_seeds in chosen.items())
+    return [
+        f"Each net has the weights of its best epoch by {monitor} (the earliest of equals), seed by seed: {epochs}."
+    ]
 
 
 def planned_epochs(run: Header) -> int | None:
@@ -153,7 +269,7 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
             nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
-    why = "by --trainer.max_time or max_steps, or a callback"
+    why = "by --early_stopping, --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 

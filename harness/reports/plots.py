@@ -39,18 +39,42 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
     for dot in dots:  # seeds beside the interval, not on it
         places = [(dot.name, -0.3)] * len(dot.scores)
         plot.scatter(dot.scores, places, size=5, alpha=0.5, color=dot.style.color, marker=MARKERS[dot.style.marker])
-    source = _source([
+    _draw_intervals(plot, [
         {"name": dot.name, "mean": dot.mean, "low": dot.low, "high": dot.high, **_mark(dot.style),
          "interval": f"{dot.low:.{metric.digits}f} to {dot.high:.{metric.digits}f}" if len({*dot.scores}) > 1
          else "none without a spread"}
         for dot in dots
     ])  # fmt: skip
-    lines = plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
-    means = plot.scatter("mean", "name", source=source, size=11, color="color", marker="marker", line_color="white")
-    plot.hover.renderers = [lines, means]
     if teacher.scores:
         _line(plot, teacher.mean, "height")
     return [plot]
+
+
+def differences(results: Results) -> list[Any]:
+    """Plot each student's difference to its baseline, with its interval; nothing if none has an interval."""
+    metric, rows = results.metric, list[dict[str, Any]]()
+    for group, (name, student) in enumerate(results.students.items()):
+        delta = student.delta_vs_ce
+        if name != student.baseline and delta and delta["mean"] is not None and delta["low"] is not None:
+            places = {key: metric.scale * value for key, value in delta.items() if value is not None}
+            rows.append({"name": name, "text": metric.difference(delta), **places, **_mark(Style.of(group))})
+    if not rows:
+        return []
+    plot = _figure(
+        height=110 + LINE * len(rows), y_range=[row["name"] for row in rows][::-1],
+        x_axis_label=f"Δ to ce, {metric.unit}", tooltips=[("student", "@name"), ("Δ", "@text")],
+    )  # fmt: skip
+    _draw_intervals(plot, rows)
+    _line(plot, 0.0, "height")
+    return [plot]
+
+
+def _draw_intervals(plot: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw rows with `name`, `low`, `mean` and `high`, and tell the pointer of these."""
+    source = _source(rows)
+    lines = plot.segment("low", "name", "high", "name", source=source, line_width=3, color="color")
+    means = plot.scatter("mean", "name", source=source, size=11, color="color", marker="marker", line_color="white")
+    plot.hover.renderers = [lines, means]
 
 
 def compare_pairs(results: Results) -> list[dict[str, Any]]:
@@ -145,10 +169,9 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
         apart = -(-len(values) // MARKS)
         marks.append(plot.scatter(places[::apart], heights[::apart], size=8, marker=MARKERS[style.marker], **look))
     plot.hover.renderers = lines if max(map(len, means.values())) > 1 else marks
-    legend = plot.legend[0]
+    legend = plot.legend[0]  # which page.html moves to where there is room
     legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
     legend.ncols, legend.glyph_width, legend.border_line_color = 1 + len(means) // 16, 36, None
-    plot.add_layout(legend, "right")
     return [plot]
 
 

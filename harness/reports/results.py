@@ -13,6 +13,7 @@ from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
 from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
+from lit_modules.run_metrics import EMA
 from lit_modules.tasks import ACCURACY, METRICS, Metric
 
 BASELINE = "ce"
@@ -95,6 +96,8 @@ class NetResults:
     samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
     trained_epochs: Sequence[float | None] = ()  # for each seed, after which training ended
     epochs: Sequence[Epochs | None] = ()  # for each seed, what was logged of each epoch
+    trained_steps: Sequence[int | None] = ()  # for each seed, if it stopped before the others
+    best_epochs: Sequence[float | None] = ()  # for each seed, that the scores are of; none: the last
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -109,9 +112,11 @@ class NetResults:
 
     def to_json(self) -> dict[str, Any]:
         """Write figures, scores and samples side by side with what else there is."""
+        optional = {"trained_steps": self.trained_steps, "best_epochs": self.best_epochs}
         return {
             **self.figures, **self.scores, **self.samples,
             "trained_epochs": self.trained_epochs, "epochs": self.epochs,
+            **{name: values for name, values in optional.items() if values},
         }  # fmt: skip
 
     def with_means(self) -> dict[str, float | None]:
@@ -271,7 +276,7 @@ def combine_student(records: Sequence[NetRecord], metric: Metric) -> StudentResu
 def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     """Combine what teachers and students have in common; a net that failed has no figure but those of its kind."""
     trained = [{} if net.failed else net.figures for net in records]
-    of_seeds = [*metric.tested]
+    of_seeds = [*metric.tested, *(key for key in [averaged_key(metric)] if any(key in net for net in trained))]
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
         figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
@@ -284,7 +289,18 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     return {
         "figures": figures, "scores": {key: [net.get(key) for net in trained] for key in of_seeds}, "samples": samples,
         "trained_epochs": ended, "epochs": [net.epochs for net in records],
+        "trained_steps": _where_any([net.trained_steps for net in records]),
+        "best_epochs": _where_any([None if net.failed else net.best_epoch for net in records]),
     }  # fmt: skip
+
+
+def averaged_key(metric: Metric) -> str:
+    """Return the key of a metric of the moving averages of weights."""
+    return f"test_{EMA}{metric.score}"
+
+
+def _where_any(values: list[Any]) -> list[Any]:
+    return values if any(value is not None for value in values) else []
 
 
 def load_results(folder: str | Path, flag: str = "run") -> dict[str, Any]:

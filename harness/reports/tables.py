@@ -114,6 +114,6 @@ def short(value: float | None) -> str:
     return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-3 else f"{value:.5f}"
 
 
-def join_words(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def join_words(words: Sequence[str], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`; or with another word before the last one."""
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

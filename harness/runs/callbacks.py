@@ -15,6 +15,7 @@ from apprentice.keyed import with_seed
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from lit_modules.learner import Learner
+from lit_modules.run_callbacks import check_monitor
 
 MOST_NAMES = 8  # names in a message, for each stage
 ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinetuning: "backbone"}  # of the module
@@ -42,6 +43,20 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
         if isinstance(callback, Monitor) and callback.monitor is not None:
             names = {stage: list_monitored(module, trainer, callback, run) for stage, module in stages.items()}
             _check_monitor(callback, f"{flag}.monitor", names)
+
+
+def check_monitors(run: Session, trainer: Trainer, module: Learner) -> None:
+    """Raise BadInput if `--best_epoch` or `--early_stopping` names no score, or no score that there will be."""
+    every, epochs = trainer.check_val_every_n_epoch or 1, trainer.max_epochs or -1
+    for flag in ("best_epoch", "early_stopping"):
+        if (monitor := vars(run.config).get(flag)) is not None:
+            check_monitor(module, monitor, flag)
+            if not run.used["validation"]:
+                raise BadInput(
+                    flag, monitor, "samples to validate on: --data.validation_size, limit_val_batches above 0"
+                )
+            if every > epochs > 0:
+                raise BadInput("trainer.check_val_every_n_epoch", every, f"at most {epochs}, the epochs of training")
 
 
 def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, list[str]]) -> None:

@@ -11,7 +11,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.runs import launch
 
 PACKAGES = ("apprentice", "torch", "torchvision", "lightning", "torchmetrics", "tensorboard")
 FILE = "environment.json"
+JOBS = "jobs"  # the folder of what a launcher's jobs leave; each has a file of its machine
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 GIT_SECONDS = 10
 CHANGED = 20  # names of changed files to keep
@@ -36,6 +38,21 @@ def hardware() -> dict[str, Any]:
     model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.MULTILINE)
     cpu = model[1].strip() if model else platform.processor() or platform.machine()
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": memory and round(memory, 1), "gpus": gpus}
+
+
+def machines(out: Path) -> list[dict[str, Any]]:
+    """Return the `hardware` of the jobs of a run, by their names in order; none of a run without jobs."""
+    found = []
+    for path in sorted((out / JOBS).glob("*.json")):
+        with suppress(OSError, ValueError):  # one that is being written
+            found.append(json.loads(path.read_text("utf-8")))
+    return found
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """Return processor, cores and GPUs of a `hardware` in words."""
+    gpus = ", ".join(machine["gpus"])
+    return f"{machine['cpu']} with {machine['cores']} cores{f' and {gpus}' if gpus else ''}"
 
 
 def limit_threads(input_shape: Sequence[int]) -> None:

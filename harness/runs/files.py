@@ -11,6 +11,7 @@ from typing import Any
 
 RECORD = ".files"
 RUN = "APPRENTICE_RUN"  # the open run's folder, in the environment: processes that the run starts write files too
+PART = "APPRENTICE_RUN_PART"  # ends the name of a job's own record: on a network disk two machines can't add to one
 
 
 @contextmanager
@@ -87,13 +88,13 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
-def record_files(out: Path) -> Iterator[None]:
-    """Inside, `record` records the files of this folder."""
-    os.environ[RUN] = str(out.absolute())
+def record_files(out: Path, part: str = "") -> Iterator[None]:
+    """Inside, `record` records the files of this folder; a job of the run does in a `part` of its record."""
+    os.environ[RUN], os.environ[PART] = str(out.absolute()), part and f".{part}"
     try:
         yield
     finally:
-        del os.environ[RUN]
+        del os.environ[RUN], os.environ[PART]
 
 
 def record(path: str | Path) -> None:
@@ -101,7 +102,7 @@ def record(path: str | Path) -> None:
     run = os.environ.get(RUN)
     if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
         return
-    with Path(run, RECORD).open("a", encoding="utf-8") as file:
+    with Path(run, f"{RECORD}{os.environ.get(PART, '')}").open("a", encoding="utf-8") as file:
         name = Path(path).absolute().relative_to(run).as_posix()
         file.write(f"\n{json.dumps(name)}")  # a line that a killed process left unfinished stays apart
         file.flush()
@@ -129,16 +130,16 @@ def remove_recorded(out: Path) -> None:
     for folder in sorted({folder for name in names for folder in Path(name).parents[:-1]}, reverse=True):
         with suppress(OSError):
             (out / folder).rmdir()
-    (out / RECORD).unlink(missing_ok=True)
+    for path in out.glob(f"{RECORD}*"):
+        path.unlink()
 
 
 def _names(out: Path) -> list[str]:
     """Read the recorded names; ignore damaged lines and paths out of the folder."""
-    path, names = out / RECORD, []
-    if not path.exists():
-        return []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        with suppress(ValueError, RecursionError):
-            names.append(json.loads(line))
+    names = []
+    for path in sorted(out.glob(f"{RECORD}*")):
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                names.append(json.loads(line))
     names = [name for name in names if isinstance(name, str) and ".." not in Path(name).parts]
     return [name for name in names if not Path(name).is_absolute()]

@@ -62,6 +62,17 @@ class Arm:
         return Namespace(**{**vars(config), "optimizer": optimizer})
 
 
+def teams(arms: Iterable[Arm], config: Namespace) -> list[tuple[Arm, ...]]:
+    """Group arms: those that learn from one another are a team, in the order of the arms."""
+    names = {arm.name: arm for arm in arms}
+    linked_sets: list[set[str]] = []
+    for arm in names.values():
+        linked = {arm.name, *(peer for peer in arm.objective(config).peers if peer in names)}
+        joined = [team for team in linked_sets if team & linked]
+        linked_sets = [team for team in linked_sets if not team & linked] + [set.union(linked, *joined)]
+    return [tuple(arm for arm in names.values() if arm.name in team) for team in linked_sets]
+
+
 def of_teacher(config: Namespace) -> Namespace:
     """Return the run's settings with the optimizer, scheduler and batch size of a teacher that has its own."""
     settings = vars(config)
@@ -161,3 +172,4 @@ class Fit:
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
     samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`
+    best_epochs: Mapping[str, float] = field(default_factory=dict)  # by run, where its best weights are taken

@@ -70,12 +70,16 @@ class NetRecord:
     net: str | None = None  # the class of its net, if its objective made that from the one that was chosen
     # Values of single test samples by their keys, as `harness.reports.samples` packs them.
     samples: Mapping[str, str | list[float]] = field(default_factory=dict)
+    trained_steps: int | None = None  # of the optimizer, if it stopped before the others
+    best_epoch: float | None = None  # that its weights and scores are of, if they were not to be the last
 
     def to_json(self) -> dict[str, Any]:
         """Write its figures, its samples and its other fields side by side."""
         named = {"objective": self.objective, **({"net": self.net} if self.net else {})}
         failed = None if self.failed is None else asdict(self.failed)
         ended = {"failed": failed, "trained_epochs": self.trained_epochs, "epochs": self.epochs}
+        optional = {"trained_steps": self.trained_steps, "best_epoch": self.best_epoch}
+        ended |= {name: value for name, value in optional.items() if value is not None}
         return {**named, **self.figures, **ended, **self.samples}
 
     @classmethod
@@ -91,7 +95,7 @@ class NetRecord:
         measured = {"parameters", "step_ms", "train_flops"} <= figures.keys() and figures["parameters"] is not None
         if not (tested and measured and isinstance(record.objective, str) and isinstance(facts["epochs"], list)):
             raise TypeError("its nets are not recorded as ours")
-        check_figures(*figures.values(), record.trained_epochs)
+        check_figures(*figures.values(), record.trained_epochs, record.trained_steps, record.best_epoch)
         return record
 
 

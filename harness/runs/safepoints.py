@@ -1,6 +1,7 @@
 """Checkpoints, written whole or not at all, from which a fit resumes to the same bits."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness.runs import signals
 from harness.runs.files import atomic
+from lit_modules.learner import Learner
+from lit_modules.run_callbacks import BestEpoch, best_weights
 
 EXPECTED = "a checkpoint of this fit, or no such file, and it starts again"
 # What a fit resumes from, of what Lightning writes.
@@ -127,10 +130,17 @@ def read(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def load(module: LightningModule, state: dict[str, Any], path: str | Path) -> None:
-    """Load a checkpoint into its module; BadInput if it is another module's."""
+def best_of(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return what `BestEpoch` keeps in a checkpoint, by run; nothing where there is none."""
+    best: Mapping[str, Mapping[str, Any]] = state["callbacks"].get(BestEpoch.__name__, {}).get("best", {})
+    return best
+
+
+def load(module: LightningModule, state: dict[str, Any], path: str | Path, best: bool = False) -> None:
+    """Load a checkpoint into its module, with weights of the best epochs or the last; BadInput if it is another's."""
     try:
-        module.load_state_dict(state["state_dict"])
+        weights = best_weights(best_of(state), module.runs) if best and isinstance(module, Learner) else {}
+        module.load_state_dict({**state["state_dict"], **weights})
         module.on_load_checkpoint(state)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         cause = " ".join(str(error).split())[:200]

@@ -7,7 +7,7 @@ the same alone and in company. Teachers are kept, and teachers of new seeds have
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -18,16 +18,17 @@ from harness.reports.interactive import save_results
 from harness.reports.pages import text
 from harness.reports.results import Search, combine
 from harness.runs import environment, safepoints
-from harness.runs.callbacks import check_callbacks
+from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher
+from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher, teams
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
-from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
-from harness.studies.fits import fit, save_classifier
+from harness.studies.choices import check_averages, check_batch_size, check_modules, check_net, judged_by
+from harness.studies.fits import fit, is_finished, save_classifier
+from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -43,6 +44,7 @@ class BakeOff:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.arms = arms(session.config)
+        self.launcher = build_launcher(session)
 
     @property
     def config(self) -> Namespace:
@@ -98,6 +100,8 @@ class BakeOff:
         students = build(self.arms)
         stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
         check_batch_size(session, students)
+        check_averages(session, trainer)
+        check_monitors(session, trainer, students)
         check_callbacks(session, trainer, {**stages, "students": students})
 
     def run(self, search: Search | None = None) -> None:
@@ -107,6 +111,7 @@ class BakeOff:
             plans = {seed: self.plans(seed) for seed in seeds}
         of_run = [plan for of_seed in plans.values() for plan in of_seed]
         log_means(self.session, names)
+        self.launch(of_run)
         records: dict[int, list[FitRecord]] = {}
         for seed in seeds:
             records[seed] = [self.fit(plan, of_run) for plan in plans[seed]]
@@ -116,6 +121,21 @@ class BakeOff:
         if is_main_process():
             log_means(self.session, names)
             self._report(list(records.values()), search)
+
+    def launch(self, plans: Iterable[FitPlan]) -> None:
+        """With `--launcher`, run the fits that are not finished as jobs; `fit` then has their records."""
+        if self.launcher is not None:
+            missing = [plan for plan in plans if not is_finished(self.session, plan)]
+            run_jobs(self.session, self.launcher, type(self), missing)
+
+    def do_job(self) -> None:
+        """Fit what this process is to, as a job of a launcher."""
+
+        def work(session: Session, plan: FitPlan) -> None:
+            self.session = session
+            self.fit(plan)
+
+        do_work(self.session, work)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
@@ -133,17 +153,37 @@ class BakeOff:
         Raises:
             BadInput: a student learns from one that was trained before it.
         """
-        plans, new, folder = [self.teacher_plan(seed)], dict(self.arms), self.session.out / f"seed{seed}"
+        plans, folder = [self.teacher_plan(seed)], self.session.out / f"seed{seed}"
         epochs = self.config.trainer.init_args["max_epochs"]
+        members = {path.stem: {*_list_members(folder, path.stem)} for path in sorted(folder.glob("students*.[cj]*"))}
+        members = {name: names for name, names in members.items() if names}
+        new = {name: arm for name, arm in self.arms.items() if not any(name in names for names in members.values())}
+        waves = self._divide(new)
         for name in itertools.chain(["students"], (f"students-{number}" for number in itertools.count(2))):
-            members = set(_list_members(folder, name))
-            chosen = tuple(new.pop(arm) for arm in list(new) if arm in members or not members)
+            if not waves and not members:
+                return plans
+            if name in members:
+                names = members.pop(name)
+                chosen = tuple(arm for arm in self.arms.values() if arm.name in names)
+            else:
+                chosen = waves.pop(0) if waves else ()
             if chosen:
                 self._check_peers(chosen)
                 plans.append(FitPlan(seed, name, chosen, epochs, keeps_checkpoint=True))
-            if not members:
-                return plans
         raise AssertionError("there are always more names")
+
+    def _divide(self, new: Mapping[str, Arm]) -> list[tuple[Arm, ...]]:
+        """Divide students that have no fit yet into fits, by `--launcher.students`; those of a team share one."""
+        most = self.launcher.students if self.launcher else None
+        if most is None:
+            return [tuple(new.values())] if new else []
+        fits: list[tuple[Arm, ...]] = []
+        for team in teams(new.values(), self.config):
+            if fits and len(fits[-1]) + len(team) <= most:
+                fits[-1] += team
+            else:
+                fits.append(team)
+        return fits
 
     def teacher_plan(self, seed: int) -> FitPlan:
         is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)

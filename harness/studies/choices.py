@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import strategies
@@ -15,12 +16,12 @@ from apprentice.keyed import with_seed
 from datamodules import InMemoryData
 from harness import cli
 from harness.cli.classes import import_class
-from harness.runs.nets import Spec, load_net, read_spec, spec
+from harness.runs.nets import Spec, spec
 from harness.runs.session import Session
+from harness.studies.members import choice_spec, is_ensemble, make_members
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
-from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks import Metric, Task, task_of
 
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
@@ -35,15 +36,9 @@ def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
     """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes."""
     choice = cli.choice_at(config, key)
-    members = {name: [load_net(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
-    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **members)))
+    of_ensemble = {"members": make_members(choice, key, seed, arguments)} if is_ensemble(choice) else {}
+    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **of_ensemble)))
     return net.double() if double else net
-
-
-def _folders(choice: cli.Choice) -> dict[str, list[str]]:
-    """Return the folders of trained nets that an ensemble is made of, by the option that names them."""
-    is_ensemble = issubclass(choice.target, nets.Ensemble)
-    return {"members": choice.init_args["members"]} if is_ensemble else {}
 
 
 def build_net(run: Session, key: str, seed: int) -> nn.Module:
@@ -58,12 +53,7 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
 def net_spec(run: Session, key: str) -> Spec:
     """Return how to rebuild the net chosen under a key."""
     choice = cli.choice_at(run.config, key)
-    members = {name: [read_spec(folder, f"{key}.{name}") for folder in of] for name, of in _folders(choice).items()}
-    arguments = cli.arguments(choice, key, **run.data.net_arguments, **members)
-    net_class = choice.target
-    if issubclass(net_class, Recorded):
-        arguments = net_class.rebuild_arguments(arguments)
-    return spec(choice.class_path, arguments)
+    return choice_spec(choice, key, run.data.net_arguments)
 
 
 def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
@@ -163,6 +153,16 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                 if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
                     raise error.__cause__ from None
                 raise
+
+
+def check_averages(run: Session, trainer: Trainer) -> None:
+    """Raise BadInput if a strategy's ranks don't have the weights of which `--ema` takes averages."""
+    usual = SingleDeviceStrategy, strategies.DDP, strategies.ZeRO1, strategies.FSDP, strategies.HSDP
+    strategy, decay = trainer.strategy, vars(run.config).get("ema")
+    has_whole = type(strategy) in usual and getattr(strategy, "replica_size", 1) == 1
+    if decay is not None and not has_whole:
+        expected = "--trainer.strategy ddp, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"
+        raise BadInput("ema", decay, f"{expected}; {type(strategy).__name__}'s are not")
 
 
 def check_batch_size(run: Session, *modules: Learner) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from harness.reports import samples
 from harness.runs.plans import Arm, Fit
 from harness.runs.records import Failure, NetRecord
 from lit_modules.learner import Learner
+from lit_modules.run_metrics import EMA
 from strategies.base.private import TorchDispatchMode
 
 Shape = Sequence[int]
@@ -101,10 +102,12 @@ def milliseconds(step: Callable[[], Tensor]) -> float:
 def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryData) -> NetRecord:
     """Measure an arm, a run of its module: its scores in the test, and what a step of its training costs."""
     prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
+    ended = module.stopped.get(run, {"epochs": outcome.epochs, "steps": None, "samples": module.samples})
     scores = {} if failed else outcome.scores
     figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
         **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
+        **averaged_scores(module, run, scores, prefix),
         "step_ms": None,
         "train_flops": None,
     }
@@ -118,12 +121,18 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
         with outcome.autocast():
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := flops(step)) is not None:
-                figures["train_flops"] = round(operations / len(labels) * module.samples)
+                figures["train_flops"] = round(operations / len(labels) * ended["samples"])
             figures["step_ms"] = milliseconds(step)
     return NetRecord(
-        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, outcome.epochs,
-        list_epochs(module, run), samples=values,
+        arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, ended["epochs"],
+        list_epochs(module, run), samples=values, trained_steps=ended["steps"], best_epoch=outcome.best_epochs.get(run),
     )  # fmt: skip
+
+
+def averaged_scores(module: Learner, run: str, scores: Mapping[str, float], prefix: str) -> dict[str, float | None]:
+    """Return the test scores of the average of a run's weights, by their keys in a record, if it has one."""
+    names = [name for name in module.scores_of(run).names if name != "correct" and run in module.averaged_scores]
+    return {f"test_{EMA}{name}": scores.get(f"{prefix}/{EMA}{name}") for name in names}
 
 
 def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:

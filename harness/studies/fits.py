@@ -1,6 +1,7 @@
 """Fits of an experiment: each leaves its nets, a record and rows in TensorBoard, and is not repeated."""
 
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
+from lit_modules.run_callbacks import BestEpoch, StopRuns
 from lit_modules.run_metrics import RunMetrics
 from lit_modules.schedules import follows_length
 
@@ -51,7 +53,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     """
     path, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
     before = FitRecord.read(path) if path.exists() else None
-    if before is not None and before.max_epochs == plan.epochs:
+    if before is not None and is_finished(run, plan):
         if is_main_process() and not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
@@ -77,6 +79,8 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
                 save_net(net, spec, plan.folder(run.out) / arm.name, run.net_facts())
+                if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
+                    save_net(average, spec, plan.folder(run.out) / arm.name / "ema", run.net_facts())
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
@@ -84,6 +88,12 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
     return record
+
+
+def is_finished(run: Session, plan: FitPlan) -> bool:
+    """Return whether a fit's record is there, of as many epochs."""
+    path = plan.record(run.out)
+    return path.exists() and FitRecord.read(path).max_epochs == plan.epochs
 
 
 def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
@@ -135,10 +145,10 @@ def fit_and_test(
         return run.trainer(**kwargs, **({"show": show} if show else {}))
 
     with quiet():
-        if not plan.is_trained and (extended or not (state and state["callbacks"]["SafePoints"]["finished"])):
+        if not plan.is_trained and not _is_finished(module, state, extended):
             with _stop_after_save():
                 callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
-                callbacks += [] if plan.until is None else [Until(plan.until)]
+                callbacks += [*run_callbacks(run.config), *([] if plan.until is None else [Until(plan.until)])]
                 epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
@@ -150,7 +160,7 @@ def fit_and_test(
                 fitting.fit(module, run.data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
-            safepoints.load(module, state, checkpoint)
+            safepoints.load(module, state, checkpoint, best=True)
         path = checkpoint.with_suffix(".samples")
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
         testing = trainer(part=".test", callbacks=[SampleWriter(path)], **only_test)
@@ -163,7 +173,25 @@ def fit_and_test(
         path.unlink()
     points = state["callbacks"]["SafePoints"] if state else {"seconds": None, "epochs": None}
     device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
-    return Fit(points["seconds"], points["epochs"], scores, device, forward, samples)
+    best = {run: entry["epoch"] for run, entry in (safepoints.best_of(state) if state else {}).items()}
+    return Fit(points["seconds"], points["epochs"], scores, device, forward, samples, best)
+
+
+def _is_finished(module: Learner, state: Mapping[str, Any] | None, extended: bool) -> bool:
+    """Return whether a checkpoint's fit has ended, and if more epochs are planned, by runs that all have stopped."""
+    if state is None or not state["callbacks"]["SafePoints"]["finished"]:
+        return False
+    return bool(not extended or {*module.failed, *module.stopped} >= {*module.runs})
+
+
+def run_callbacks(config: Namespace) -> list[Callback]:
+    """Make the callbacks of `--best_epoch` and `--early_stopping`, in an experiment that has them."""
+    settings, callbacks = vars(config), list[Callback]()
+    if (monitor := settings.get("best_epoch")) is not None:
+        callbacks.append(BestEpoch(monitor))
+    if (monitor := settings.get("early_stopping")) is not None:
+        callbacks.append(StopRuns(monitor, settings["patience"]))
+    return callbacks
 
 
 @contextmanager

@@ -49,17 +49,24 @@ def label_names(labels: dict[int, str]) -> tuple[str, ...]:
 
 
 def members_of(net: nn.Module) -> list[nn.Module]:
-    """Return the nets that have classes: the net itself, or the members of an ensemble."""
-    return [*net.members.nets] if isinstance(net, Ensemble) else [net]
+    """Return the nets that have classes: the net itself, or the members of an ensemble, perhaps of ensembles."""
+    if not isinstance(net, Ensemble):
+        return [net]
+    return [inner for member in net.members.nets for inner in members_of(member)]
 
 
-def check_classes(net: nn.Module, wanted: Names, flag: str) -> None:
-    """Raise BadInput if a trained net has other classes than these names, or another order."""
-    name = type(net).__name__
-    for member in members_of(net):
+def check_classes(net: nn.Module, names: Names, flag: str) -> None:
+    """Raise BadInput if a trained net has other classes than these names, or another order.
+
+    Without names, members of an ensemble are compared with the first that names its classes.
+    """
+    name, members = type(net).__name__, members_of(net)
+    wanted = names or next((known for member in members if (known := classes_of(member))), ())
+    for member in members:
         known = classes_of(member)
         if wanted and known and class_order(known, wanted, flag, name).moves:
-            expected = f"a net with the data's order of classes ({_shorten(wanted)}); reorder_classes changes it"
+            whose = "the data's" if names else "its first member's"
+            expected = f"a net with {whose} order of classes ({_shorten(wanted)}); reorder_classes changes it"
             raise BadInput(flag, name, f"{expected}; it has {_shorten(known)}")
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs, widen
-from lit_modules.nets.ensemble import MEMBERS
+from lit_modules.nets.ensemble import MEMBERS, SHARES
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.tokens import TokenGrid, as_maps, token_grid
@@ -245,7 +245,7 @@ def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outpu
     views = dict[str, Outputs]()
     for name, objective in objectives.items():
         if objective.uses_teacher:
-            paths = [*objective.teacher_layers.values(), *([MEMBERS] if MEMBERS in raw.features else [])]
+            paths = [*objective.teacher_layers.values(), *(x for x in (MEMBERS, SHARES) if x in raw.features)]
             views[name] = objective.condense(raw._replace(features={path: raw.features[path] for path in paths}))
     return raw._replace(features=merge_views(raw, views))
 

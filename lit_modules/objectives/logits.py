@@ -1,13 +1,11 @@
 """The base class of objectives of logits, and the distributions that they compare."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.ensemble import MEMBERS
+from lit_modules.nets.ensemble import MEMBERS, SHARES, average_members
 from lit_modules.objectives.base import Objective, Outputs, check_temperature
 
 EPS = 1e-7
@@ -79,7 +77,7 @@ def temper(outputs: Outputs, temperature: float | Tensor, standardize: bool = Fa
     if isinstance(temperature, Tensor):
         temperature = temperature.view(-1, *[1] * (z.dim() - 1))
     z = (zscore(z) if standardize else z) / temperature
-    return z if members is None else F.log_softmax(z, -1).logsumexp(1) - math.log(z.shape[1])
+    return z if members is None else average_members(z, outputs.features.get(SHARES))
 
 
 def zscore(z: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class Task(Recorded):
         """The task of a data module's samples; BadInput if nets can't be judged by this metric."""
         raise NotImplementedError
 
+    def higher_is_better(self, score: str) -> bool:
+        """Whether more of a score of `Scores.compute` is better; less of a loss is."""
+        known = {metric.score: metric.higher_is_better for metric in (*self.metrics.values(), self.metric)}
+        return known.get(score, False)
+
     def scores(self) -> Scores:
         """New evaluation scores of a run."""
         raise NotImplementedError

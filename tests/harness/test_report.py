@@ -5,6 +5,7 @@ import gzip
 import itertools
 import re
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,32 @@ def test_it_says_everything(report: Path) -> None:
     text = report.read_text("utf-8")
     shown = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     for said in (
-        "Intervals", "All pairs", "Curves", "Accuracy against cost and size", "Fidelity and calibration", "Confusion",
+        "Differences", "Intervals", "All pairs", "Curves", "Accuracy against cost and size", "Fidelity and calibration",
+        "Confusion",
         "The most confused test samples", "python experiments/kd.py --seeds 3", "Settings", "Versions", "Holm",
     ):  # fmt: skip
         assert said in shown, said
-    assert shown.count("data:image/png;base64,") == 6  # results.png, a matrix for each net, the most confused images
+    pictures = re.findall('data:image/png;base64,([^"]*)', shown)
+    assert len(pictures) == len({*pictures}) == 5  # a matrix for each net, the most confused images
+
+
+def test_it_begins_with_question_and_answer(report: Path, found: Results) -> None:
+    text = re.sub(r"<[^>]*>", "", report.read_text("utf-8").partition("<body>")[2])
+    lead = text.partition("variant")[0]
+    assert pages.question(found) == "On Digits: is the test accuracy of kd or hint better than that of ce?"
+    assert pages.question(found) in lead
+    (sentence,) = pages.conclusions(found)
+    assert text.count(unescape(sentence)) == lead.count(unescape(sentence)) == 1
+
+
+def test_the_question_is_that_of_the_run(found: Results) -> None:
+    alone = replace(found, students={"ce": found.students["ce"]})
+    assert pages.question(alone) == "On Digits: which test accuracy does ce reach?"
+    assert "teacher 97.50" in pages.lead_paragraph(alone)
+    few = replace(found, config={**found.config, "data": {"init_args": {"labelled": 30}}})
+    assert pages.question(few).startswith("On Digits with labels of 30 of ")
+    many = {f"m{number}": found.students["kd"] for number in range(9)}
+    assert "of 9 students better than" in pages.question(replace(found, students={"ce": found.students["ce"], **many}))
 
 
 def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, tmp_path: Path) -> None:
@@ -144,8 +166,12 @@ def test_in_a_browser_it_is_drawn_and_its_tables_sort(report: Path, tmp_path: Pa
             assert page.evaluate(FAULTS) == []
             assert page.evaluate(names) == order
             plots = page.evaluate("Bokeh.documents.length")
-            assert plots == 1 + 1 + 2 + 2  # intervals, pairs, curves, costs
-            legends = "Bokeh.documents.flatMap(of => [...of.roots()[0].right, ...of.roots()[0].below])"
+            assert plots == 1 + 1 + 1 + 2 + 2  # differences, intervals, pairs, curves, costs
+            # Name, score and difference are in view, without scrolling.
+            cells = "[...document.querySelector('table').rows].map(row => row.cells[2])"
+            assert page.evaluate(f"Math.max(...{cells}.map(cell => cell.getBoundingClientRect().right))") < width
+            side = "right" if width > 600 else "below"
+            legends = f"Bokeh.documents.flatMap(of => of.roots()[0].{side})"
             hides = f"{legends}.filter(of => of.click_policy === 'hide').length"
             assert page.evaluate(hides) == 2  # validation and training
             assert page.evaluate("Math.min(...[...document.images].map(image => image.naturalWidth))") > 100
@@ -301,7 +327,11 @@ def test_a_picture_of_samples_shows_images_and_titles() -> None:
 @pytest.mark.drawn
 def test_results_without_samples_have_a_page_without_what_they_lack() -> None:
     failed = [student(0, failed=FAILED)] * 3
-    assert [section.title for section in interactive.sections(made_up(ce=failed))] == ["Accuracy against cost and size"]
+    assert [section.title for section in interactive.sections(made_up(ce=failed))] == [
+        "Accuracy against cost and size", "What was run",
+    ]  # fmt: skip
     titles = [section.title for section in interactive.sections(made_up())]
-    assert titles == ["Intervals", "All pairs", "Accuracy against cost and size"]
+    assert titles == [
+        "Differences", "Intervals", "All pairs", "Accuracy against cost and size", "What was run",
+    ]  # fmt: skip
     assert ACCURACY.columns["test_acc"] in pages.markdown(made_up())

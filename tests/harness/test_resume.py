@@ -111,6 +111,8 @@ KEPT = {
         *("--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"),
     ],
     "hidden labels": ["--data.labelled", "20"],
+    "averages": ["--ema", "0.9", "--best_epoch", "val/loss"],
+    "best epochs, stopped students": ["--best_epoch", "val/acc", "--early_stopping", "val/acc", "--patience", "1"],
 }  # fmt: skip
 
 

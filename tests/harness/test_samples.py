@@ -74,7 +74,7 @@ def test_a_run_has_its_report(one: Path) -> None:
         "kd.py --data Digits --data.train_size 150",
     ):
         assert said in page
-    assert page.count('src="data:image/png') == 5  # results.png, a matrix for each net, the most confused images
+    assert page.count('src="data:image/png') == 4  # a matrix for each net, the most confused images
 
 
 @pytest.mark.slow

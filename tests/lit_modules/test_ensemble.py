@@ -14,11 +14,14 @@ from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.nets import load_net, save_net, spec
 from lit_modules.distillation import Distillation
-from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, ViT, check_fits
+from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, Torchvision, ViT, check_fits, run
+from lit_modules.nets.classes import check_classes
 from lit_modules.nets.reused import ReusedClassifier
 from lit_modules.objectives import DML, TTM, CrossEntropy, Hinton, Objective, Place, SimKD, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
+from tests.commands import bad_input
 from tests.formulas import assert_equal
+from tests.processes import Run
 from tests.training import SHAPE, assert_same, digits, distil, fit, net, on, weights
 
 
@@ -27,6 +30,43 @@ def test_logits_are_those_of_the_mean_of_probabilities() -> None:
     images = torch.rand(4, *SHAPE, dtype=torch.float64)
     expected = sum(member(images).softmax(1) for member in members) / 3
     torch.testing.assert_close(Ensemble(members)(images).exp(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("average", ["probabilities", "logits"])
+def test_weighted_means_and_their_temperature(average: Any) -> None:
+    shares, images = [0.6, 0.3, 0.1], torch.rand(4, *SHAPE, dtype=torch.float64)
+    members = [net(seed=seed).double().eval() for seed in range(3)]
+    z = [member(images) for member in members]
+    ensemble = Ensemble(members, [6, 3, 1], average)
+
+    def mean(t: float) -> torch.Tensor:
+        if average == "logits":
+            return (sum(w * x for w, x in zip(shares, z, strict=True)) / t).softmax(1)
+        return sum(w * (x / t).softmax(1) for w, x in zip(shares, z, strict=True))
+
+    torch.testing.assert_close(ensemble(images).softmax(1), mean(1.0), rtol=1e-12, atol=0)
+    teacher = run(ensemble, images, set(ensemble.member_layers))
+    logits = torch.rand(4, 10, dtype=torch.float64, requires_grad=True)
+    q = (logits / 4).softmax(1)
+    expected = 16 * (mean(4.0) * (mean(4.0) / q).log()).sum(1)
+    ours = Hinton(temperature=4.0)(Outputs(logits, {}), teacher, torch.zeros(4, dtype=torch.int64))["kd"].values
+    assert_equal(ours, expected, logits, rtol=1e-9, atol=1e-13, loss={"rtol": 1e-9, "atol": 1e-12})
+
+
+@pytest.mark.parametrize("average", ["probabilities", "logits"])
+def test_equal_weights_are_none_and_places_and_a_cache_change_nothing(average: Any) -> None:
+    def ended(shares: list[float] | None, place: str = "auto 1", cache: int = 0) -> dict[str, torch.Tensor]:
+        return _taught_by(Ensemble([net(DeepNN, seed=1), net(seed=2)], shares, average), place, cache)
+
+    first = ended(None)
+    for other in (ended([2.0, 2.0]), ended([3, 3], "ddp 2"), ended([1, 1], cache=64)):
+        assert_same(first, other, atol=1e-9)
+    assert_same(ended([1, 1e-15]), _taught_by(net(DeepNN, seed=1)), atol=1e-9)
+
+
+def _taught_by(teacher: nn.Module, place: str = "auto 1", cache: int = 0) -> dict[str, torch.Tensor]:
+    module = distil({"kd": Hinton(), "each": TTM()}, teacher, teacher_cache_mb=cache)
+    return weights(fit(module, digits(), precision="64-true", **on(place)))
 
 
 class OfMembers(Objective):
@@ -73,6 +113,94 @@ def test_members_that_differ_in_classes_or_none_are_refused() -> None:
         check_fits(ensemble, torch.rand(2, *SHAPE), (10,), "teacher", trained=False)
     with pytest.raises(BadInput, match=r"^members \[\]: expected one trained net or more"):
         Ensemble([])
+
+
+def test_members_of_other_images_or_weights_without_a_member_are_refused() -> None:
+    first, second = net(), net()
+    first.expects, second.expects = {"mean": (0.5,)}, {"mean": (0.1,)}
+    assert Ensemble([first, net()]).expects == {"mean": (0.5,)}
+    expected = "nets whose weights expect one mean; another has (0.5,)"
+    assert bad_input(Ensemble, [first, second]) == f"members (0.1,): expected {expected}"
+    for values in ([1.0], [1.0, 0.0], [1.0, float("inf")]):
+        line = bad_input(Ensemble, [net(), net()], values)
+        assert line == f"weights {values}: expected as many numbers above 0 as members, 2"
+
+
+def test_members_in_two_orders_of_classes_are_refused_without_the_data_s_too() -> None:
+    names = [f"digit {number}" for number in range(10)]
+    members = [net(), net(seed=1)]
+    members[0].class_names, members[1].class_names = tuple(names), tuple(reversed(names))
+    expected = "teacher Ensemble: expected a net with {} order of classes (digit 0;"
+    line = bad_input(check_classes, Ensemble([Ensemble(members[:1]), members[1]]), (), "teacher")
+    assert line.startswith(expected.format("its first member's"))
+    assert bad_input(check_classes, Ensemble(members), names, "teacher").startswith(expected.format("the data's"))
+
+
+def test_members_of_any_kind_from_the_command_line(tmp_path: Path) -> None:
+    mine, theirs, own = net(LightNN, seed=1), Torchvision("resnet18", SHAPE, 10), net(ResNet, seed=2, depth=8)
+    save_net(mine, spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "run")
+    torch.save(theirs.model.state_dict(), tmp_path / "theirs.pth")
+    torch.save({"model": own.state_dict()}, tmp_path / "own.pth")
+    files = {name: str(tmp_path / f"{name}.pth") for name in ("theirs", "own")}
+    members = [
+        str(tmp_path / "run"),
+        {"class_path": "Torchvision", "init_args": {"name": "resnet18", "weights": files["theirs"]}},
+        {"class_path": "Ensemble", "init_args": {"members": [
+            {"class_path": "ResNet", "init_args": {"depth": 8}, "weights": files["own"]}
+        ]}},
+    ]  # fmt: skip
+    out = tmp_path / "out"
+    flags = ["--only", "ce", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "40"]
+    flags += ["--teacher", "Ensemble", "--teacher.members", json.dumps(members), "--teacher.weights", "[2,1,1]"]
+    kd.main([*flags, "--out", str(out)])
+    assert json.loads((out / "results.json").read_text())["teacher"]["fit_seconds"] == [None]
+    images = torch.rand(3, *SHAPE)
+    by_hand = Ensemble([member.eval() for member in (mine, theirs, Ensemble([own]))], [2, 1, 1])
+    assert torch.equal(load_net(out / "seed0" / "teacher")(images), by_hand(images))
+    kd.main(["--out", str(out), "--resume", "true"])
+
+
+@pytest.mark.parametrize(
+    ("member", "line"),
+    [
+        ("none", "none: expected a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml"),
+        (3, "3: expected the folder of a trained net, or a mapping with class_path and init_args"),
+        ({"class_path": "ResNet"}, "ResNet: expected a trained net: the folder of one, a class whose options bring we"),
+        ({"class_path": "ResNet", "init_args": {"dept": 8}}, ".dept 8: expected an option of ResNet; near: depth"),
+        ({"class_path": "Resnet"}, "Resnet: expected Ensemble, "),
+        ({"class_path": "ResNet", "weights": "no.pt"}, ".weights no.pt: expected a file of weights; there is none"),
+    ],
+)
+def test_wrong_members_are_refused_in_one_line(member: Any, line: str, refusal: Callable[..., str]) -> None:
+    found = refusal(kd.main, "--teacher", "Ensemble", "--teacher.members", json.dumps([member]))
+    assert found.removeprefix("--teacher.members.0").removeprefix(" ").startswith(line)
+
+
+@pytest.mark.slow
+@pytest.mark.extras("timm", "transformers")
+def test_members_of_timm_and_transformers(tmp_path: Path) -> None:
+    started = Run(_foreign, tmp_path, log=tmp_path / "log")
+    assert started.wait() == 0, started.output
+
+
+def _foreign(folder: Path) -> None:
+    import timm
+    import transformers
+
+    torch.save(timm.create_model("resnet10t", num_classes=10, in_chans=1).state_dict(), folder / "timm.pth")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes)
+    transformers.ViTForImageClassification(config).save_pretrained(folder / "vit")
+    members = [
+        {"class_path": "Timm", "init_args": {"name": "resnet10t", "weights": str(folder / "timm.pth")}},
+        {"class_path": "HuggingFace", "init_args": {"name": str(folder / "vit"), "pretrained": True}},
+    ]
+    kd.main([
+        "--teacher", "Ensemble", "--teacher.members", json.dumps(members), "--only", "kd", "--seeds", "1",
+        "--trainer.max_epochs", "1", "--data.train_size", "40", "--out", str(folder / "out"),
+    ])  # fmt: skip
+    made = load_net(folder / "out" / "seed0" / "teacher")
+    assert [type(member).__name__ for member in made.members.nets] == ["Timm", "HuggingFace"]
 
 
 def test_from_folders_it_is_tested_exported_and_not_trained(tmp_path: Path) -> None:

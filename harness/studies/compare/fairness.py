@@ -11,6 +11,7 @@ from harness.studies.compare.runs import Run
 
 # With these options of the Trainer, `data` in results.json has the size of the part that was used.
 LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches"}
+BY_VALIDATION = ("best_epoch", "early_stopping")  # these choose weights by it
 # These move no weights, unless a callback looks at what is validated.
 VALIDATION = {
     f"trainer.{name}"
@@ -96,7 +97,8 @@ def _training(run: Run, idle: set[str]) -> dict[str, Any]:
 
 def idle_settings(runs: Sequence[Run]) -> set[str]:
     """Return settings that move no figure of these runs' rows, beside those that a resumed run may change."""
-    callbacks = any(flag.startswith("trainer.callbacks.") for run in runs for flag in run.settings)
+    validated = [value for run in runs for flag, value in run.settings.items() if flag in BY_VALIDATION]
+    callbacks = any(flag.startswith("trainer.callbacks.") for run in runs for flag in run.settings) or any(validated)
     idle = set().union(*(run.experiment.idle for run in runs))
     idle |= {f"data.{name}" for name in frozenset.intersection(*(run.data.free_options for run in runs))}
     return idle if callbacks else idle | VALIDATION

@@ -24,22 +24,27 @@ DIFFER = {
 }
 
 
-def table(comparison: Comparison) -> Table:
-    """Return one line for each row, in the order of the runs."""
+def table(comparison: Comparison, scores_first: bool = False) -> Table:
+    """Return one line for each row, in the order of the runs; see `harness.reports.pages.table`."""
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
     formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
     bases = {baseline, *(f"{first}/{row.entry.baseline}" for row in rows if row.entry.variant)}
     differences = [NONE if row.name in bases else metric.difference(row.delta) for row in rows]
     figures = [row.entry.with_means() for row in rows]
-    return table_of([
-        ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows]),
+    names = ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows])
+    of = [
         ("data", [f"{row.data.get('name')} {count(row.data.get('train'))}" for row in rows]),
         ("seeds", [str(len(row.seeds)) for row in rows]),
+    ]
+    scores = [
         (metric.columns[metric.name].removeprefix("test "), [metric.mean(row.scores) for row in rows]),
         (f"Δ{to}, {metric.unit}", differences),
-        *(_sizes_and_times(formats) if formats else (figure.column(figures) for figure in IN_TABLE)),
-    ], left=2)  # fmt: skip
+    ]
+    costs = _sizes_and_times(formats) if formats else [figure.column(figures) for figure in IN_TABLE]
+    if scores_first:
+        return table_of([names, *scores, *of, *costs])
+    return table_of([names, *of, *scores, *costs], left=2)
 
 
 def _sizes_and_times(formats: Sequence[FormatResults]) -> list[tuple[str, list[str]]]:
@@ -85,10 +90,10 @@ def text(comparison: Comparison) -> str:
     return "\n\n".join([table(comparison).plain(), notes, *differing, *lists])
 
 
-def markdown(comparison: Comparison) -> str:
-    """Return the content of compare.md."""
+def markdown(comparison: Comparison, scores_first: bool = False) -> str:
+    """Return the content of compare.md, and with `scores_first` that of report.html."""
     sources = "\n".join(f"- {run.name}: `{run.folder}`" for run in comparison.runs)
-    page = ["# Runs compared", sources, table(comparison).markdown(), *_notes(comparison)]
+    page = ["# Runs compared", sources, table(comparison, scores_first).markdown(), *_notes(comparison)]
     page += [part if isinstance(part, str) else part.markdown() for part in _list_differing(comparison)]
     page += ["\n".join([f"{title}\n", *(f"- {line}" for line in lines)]) for title, lines in _lists(comparison)]
     return "\n\n".join([*page, f"![{comparison.metric.word}](compare.png)"]) + "\n"
@@ -150,8 +155,8 @@ def save(comparison: Comparison, out: str | Path | None = None, commands: Sequen
     `commands` made the runs and this comparison.
     """
     with table_folder(out, "compare", [run.name for run in comparison.runs], ["compare.json"]) as folder:
-        text, png = markdown(comparison), picture(comparison)
-        write_text(folder / "compare.md", text)
+        text, png = markdown(comparison, scores_first=True), picture(comparison)
+        write_text(folder / "compare.md", markdown(comparison))
         write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeat_section(commands)))
         write_bytes(folder / "compare.png", png)
         write_json(folder / "compare.json", comparison.to_json())

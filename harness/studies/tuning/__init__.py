@@ -22,7 +22,7 @@ from harness.reports.results import Cost, Search, Setting, Tuned, mean_of_all
 from harness.runs import safepoints
 from harness.runs.files import atomic, read_text, write_json
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.plans import Arm, FitPlan, trial_name
+from harness.runs.plans import Arm, FitPlan, teams, trial_name
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, NetRecord, reading
 from harness.studies.bakeoff import BakeOff
@@ -55,12 +55,7 @@ class Tuning:
     @cached_property
     def teams(self) -> list[tuple[str, ...]]:
         """The rows, with those that learn from one another in a team: settings of one number are tried together."""
-        teams: list[set[str]] = []
-        for name, arm in self.arms.items():
-            linked = {name, *(peer for peer in arm.objective(self.config).peers if peer in self.arms)}
-            joined = [team for team in teams if team & linked]
-            teams = [team for team in teams if not team & linked] + [set.union(linked, *joined)]
-        return [tuple(name for name in self.arms if name in team) for team in teams]
+        return [tuple(arm.row for arm in team) for team in teams(self.arms.values(), self.config)]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -126,14 +121,18 @@ class Tuning:
     def halve(self) -> dict[str, list[int]]:
         """Train all settings, as far as each goes; returns the number of each row's best one."""
         waves = self._plan_waves()
-        for seed in self.config.tune_seeds:
-            self.inner.fit(replace(self.inner.teacher_plan(seed), tested=False))
+        teachers = [replace(self.inner.teacher_plan(seed), tested=False) for seed in self.config.tune_seeds]
         alive = {name: list(range(len(trials))) for name, trials in self.trials.items()}
         for rung, end in enumerate(self.ends, 1):
             left = {self.trials[row][number].name: self.trials[row][number] for row in alive for number in alive[row]}
+            plans = [*teachers] if rung == 1 else []
             for seed in self.config.tune_seeds:
                 for wave, names in enumerate(waves, 1):
-                    self._fit(seed, rung, wave, [left[name] for name in names if name in left])
+                    if arms := tuple(left[name] for name in names if name in left):
+                        plans.append(self._plan(seed, rung, wave, arms))
+            self.inner.launch(plans)
+            for plan in plans:
+                self.inner.fit(plan)
             scores = self._score(left, rung)
             for team in self.teams:
                 trials = alive[team[0]]
@@ -184,12 +183,10 @@ class Tuning:
         teacher_seconds = sum(teacher.fit_seconds or 0.0 for teacher in teachers)
         return Cost(epochs, computed, alone, seconds, teacher_epochs, teacher_seconds)
 
-    def _fit(self, seed: int, rung: int, wave: int, trials: Sequence[Arm]) -> None:
-        """Train those of a wave that are left until the end of a rung."""
-        if not trials:
-            return
+    def _plan(self, seed: int, rung: int, wave: int, trials: tuple[Arm, ...]) -> FitPlan:
+        """Plan the fit of those of a wave that are left until the end of a rung, and let it go on from the last one."""
         plan = FitPlan(
-            seed, _fit_name(rung, wave), tuple(trials), self.ends[-1], until=self.ends[rung - 1],
+            seed, _fit_name(rung, wave), trials, self.ends[-1], until=self.ends[rung - 1],
             keeps_checkpoint=True, tested=False,
         )  # fmt: skip
         with main_first(f"seed {seed} {plan.name}"):
@@ -200,7 +197,7 @@ class Tuning:
                     runs = list(FitRecord.read(before.with_suffix(".json")).nets)
                     carry(before, after, runs, [trial.name for trial in trials])
                 before.unlink(missing_ok=True)
-        self.inner.fit(plan)
+        return plan
 
     def _last_records(self, seed: int, rung: int | None = None) -> dict[str, NetRecord]:
         """Return the record of each setting in its last fit, up to a rung."""

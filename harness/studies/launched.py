@@ -1,0 +1,168 @@
+"""Fits of a bake-off as jobs: what each does, written down by the process that starts it and read by its own.
+
+A job works in the run's folder, and its fits leave there what they leave in one process: records, nets and checkpoints.
+"""
+
+import inspect
+import os
+import pickle
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from apprentice.errors import BadInput
+from harness import cli
+from harness.jobs.base import Launcher, Needs
+from harness.jobs.command import Command
+from harness.jobs.queue import Job, Queue
+from harness.runs import environment, files, launch
+from harness.runs.plans import TEACHER, FitPlan
+from harness.runs.quiet import notice
+from harness.runs.session import Session
+
+VARIABLE = "APPRENTICE_JOB"  # the file of the job that this process is
+KEY = "launcher"  # its flag
+# Of this process's environment, what jobs on other machines have too: it moves bits, or where modules are found.
+KEPT = ("ATEN_", "CUBLAS_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTHON", "TORCH_")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job does."""
+
+    config: Namespace  # the settings, of a search its own
+    root: Path  # the run's folder
+    out: Path  # where the fits are: this folder, or that of the search
+    plans: tuple[FitPlan, ...]
+    versions: dict[str, str]  # of the process that starts it
+
+
+def is_job() -> bool:
+    """Return whether this process is a job."""
+    return VARIABLE in os.environ
+
+
+def build_launcher(session: Session) -> Launcher | None:
+    """Make the chosen engine, if one is chosen; BadInput if it can't be used here."""
+    chosen = vars(session.config).get(KEY)
+    if chosen is None or is_job():
+        return None
+    launcher: Launcher = cli.build(chosen, KEY)
+    launcher.check()
+    place, nodes = launch.find_launch(), session.config.trainer.init_args["num_nodes"]
+    if place is not None and place.size > 1:
+        raise BadInput(KEY, chosen.name.lower(), f"one process that starts jobs; {place.by} started {place.size}")
+    if nodes > 1:
+        raise BadInput("trainer.num_nodes", nodes, f"1 beside --{KEY}: a job has one machine")
+    return launcher
+
+
+def run_jobs(session: Session, launcher: Launcher, study: type, plans: Sequence[FitPlan]) -> None:
+    """Run fits as jobs and wait for them; `study` is the class in the experiment's script.
+
+    Raises:
+        Interrupted: the user asked to stop.
+        ChildProcessError: a job failed.
+    """
+    folder = (session.out / environment.JOBS).absolute()
+    root = Path(os.environ[files.RUN])
+    folder.mkdir(exist_ok=True)
+    shared = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    shared["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # their number changes bits
+    words = (sys.executable, inspect.getfile(study), "--out", str(root), "--resume", "true")
+    jobs = []
+    for name, of_job, after in divide(plans):
+        path = folder / f"{name}.work"
+        files.write_bytes(path, pickle.dumps(Work(session.config, root, session.out.absolute(), of_job, _versions())))
+        for suffix in (".log", ".lock"):
+            files.record(path.with_suffix(suffix))
+        variables = {**shared, VARIABLE: str(path)}
+        jobs.append(Job(name, Command(words, str(Path.cwd()), str(path.with_suffix(".log")), variables), after))
+    if not jobs:
+        return
+    needs = count_needs(session)
+    limit = launcher.limit(needs)
+    at_once = "" if limit is None or limit >= len(jobs) else f", {limit} at a time"
+    notice(f"{type(launcher).__name__.lower()}: {len(jobs)} jobs{at_once}; their output is in {folder}/*.log")
+    Queue(launcher, jobs).run(folder / type(launcher).__name__.lower(), needs)
+    for path in folder.glob("*.work"):
+        path.unlink()
+    machines = {environment.describe(machine) for machine in environment.machines(session.out)}
+    if len(machines) > 1:
+        notice(f"jobs ran on {'; '.join(sorted(machines))}: bits and times may differ between these")
+
+
+def divide(plans: Sequence[FitPlan]) -> Iterator[tuple[str, tuple[FitPlan, ...], str | None]]:
+    """Yield the jobs of fits: each with its name, its fits in order, and the name of the job that it waits for.
+
+    A seed's students follow their teacher, in its job if they are one fit.
+    """
+    for seed in dict.fromkeys(plan.seed for plan in plans):
+        teachers, others = list[FitPlan](), list[FitPlan]()
+        for plan in plans:
+            if plan.seed == seed:
+                (teachers if plan.name == TEACHER else others).append(plan)
+        if teachers and len(others) == 1:
+            yield f"seed{seed}", (*teachers, *others), None
+            continue
+        for plan in (*teachers, *others):
+            after = f"seed{seed}-{TEACHER}" if teachers and plan.name != TEACHER else None
+            yield f"seed{seed}-{plan.name}", (plan,), after
+
+
+def count_needs(session: Session) -> Needs:
+    """Return the cores and GPUs of this machine that a job takes."""
+    trainer = session.trainer()
+    devices, ranks = session.config.trainer.init_args["devices"], trainer.num_devices
+    if trainer.strategy.root_device.type != "cuda":
+        return Needs(ranks if ranks > 1 else torch.get_num_threads())
+    return Needs(ranks, ranks if isinstance(devices, int) else torch.cuda.device_count())
+
+
+def do_work(session: Session, fit: Callable[[Session, FitPlan], Any]) -> None:
+    """Fit what this job is to, in the run's folder; another process of the same job ends first.
+
+    Raises:
+        BadInput: this machine has other versions than the one that started the job.
+    """
+    path = Path(os.environ[VARIABLE])
+    work: Work = pickle.loads(path.read_bytes())
+    if other := [f"{name} {here}" for name, here in _versions().items() if here != work.versions[name]]:
+        expected = ", ".join(f"{name.split()[0]} {work.versions[name.split()[0]]}" for name in other)
+        raise BadInput(KEY, path.stem, f"{expected}, as where it was started; this machine has {', '.join(other)}")
+    inner = session.with_settings(**vars(work.config))
+    inner.out = work.out
+    with _alone(path), files.record_files(work.root, path.stem):
+        files.write_json(path.with_suffix(".json"), environment.hardware())
+        inner.checked_trainer()
+        for plan in work.plans:
+            fit(inner, plan)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the job's lock, which one that lost its engine may still have; its ranks hold none."""
+    if not launch.is_main_process():
+        yield
+        return
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        notice(f"another process of {path.stem} still runs; this one waits for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _versions() -> dict[str, str]:
+    return environment.versions()
