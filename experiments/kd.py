@@ -109,7 +109,7 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
-        "recipe", "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
+        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
         "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
         "trainer.max_epochs", "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out",
         "resume", "overwrite",

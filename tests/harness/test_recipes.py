@@ -55,7 +55,7 @@ def test_without_data_the_default_experiment_runs() -> None:
     assert found == chosen("--recipe", DEFAULT)
     assert (found["recipe"], found["data"]["class_path"]) == (DEFAULT, "datamodules.Digits")
     assert found["data"]["init_args"]["labelled"] == 30
-    assert [name for name, choice in found["variants"].items() if choice] == ["ce", "kd", "hint", "dist"]
+    assert [name for name, choice in found["variants"].items() if choice] == ["ce", "kd", "hint", "ttm"]
 
 
 def test_the_default_experiment_is_left_where_data_or_a_recipe_are_chosen(tmp_path: Path) -> None:
