@@ -278,6 +278,8 @@ class Parser:
                     raise BadInput(key, settings[key].value, expected)
                 choices[key] = Choice(entry.options.path, resolver.options(entry.options, key, {}))
             elif classes is None:
+                if key in settings:
+                    raise BadInput(key, settings[key].value, f"a name after it, as --{key}.NAME VALUE")
                 choices[key] = {name: setting.value for name, setting in below(key, resolver.settings).items()}
                 resolver.flags |= {f"{key}.{name}": (value, "") for name, value in choices[key].items()}
             elif entry.named:

@@ -99,22 +99,23 @@ def listing(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
 
 
 def table(results: Results, scores_first: bool = False) -> Table:
-    """Return one line for the teacher and one for each student.
+    """Return one line for each teacher and one for each student.
 
     `scores_first` puts the scores and differences beside the names, where a small screen shows them.
     """
     metric, nets, students = results.metric, results.nets, results.students
+    teachers, blank = results.teachers, [NONE] * len(results.teachers)
     figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
-    names = ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())])
+    names = ("variant", [*teachers, *(star_failed(name, student.failed) for name, student in students.items())])
     kind = [
-        ("objective", [NONE, *(student.objective for student in students.values())]),
+        ("objective", [*blank, *(student.objective for student in students.values())]),
         *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
         *_averages(results),
-        (f"Δ to ce, {metric.unit}", [NONE, *differences]),
+        (f"Δ to ce, {metric.unit}", [*blank, *differences]),
     ]
     costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
     if scores_first:
@@ -149,13 +150,17 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
     students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
     lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
-    if results.teacher.nets < len(seeds):
-        lines.append("teacher: one net, tested once, which taught with every seed.")
+    lines += [
+        f"{name}: one net, tested once, which taught with every seed."
+        for name, teacher in results.teachers.items()
+        if teacher.nets < len(seeds)
+    ]
     if (decay := results.config.get("ema")) is not None:
         lines.append(
             f"EMA: of moving averages of weights (--ema {decay}), in each student's folder ema; all else is of "
             "the weights themselves."
         )
+    lines += [f"{name}: taught by {of}." for name, student in students.items() if (of := student.taught_by)]
     lines += [
         f"{name}: its net became a {student.net}, which these figures are of."
         for name, student in students.items()

@@ -14,7 +14,6 @@ from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
-from lit_modules.distillation import Distillation
 
 
 def methods(named: Mapping[str, str]) -> dict[str, str]:
@@ -33,7 +32,7 @@ def needs() -> dict[str, list[str]]:
 
 
 def list_fitting(
-    config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
+    config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], object]
 ) -> list[str]:
     """Name the arms that can be trained; a line names each of the others, with the reason.
 
