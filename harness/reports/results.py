@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
-from harness.reports.uncertainty import Interval, paired_differences, paired_interval
+from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.run_metrics import EMA
 from lit_modules.tasks import ACCURACY, METRICS, Metric
@@ -154,7 +154,8 @@ class StudentResults(NetResults):
     taught_by: str | None = None  # its teachers, if it has others than `teacher`
     variant: str | None = None  # its method, where its name begins with that of a net
     baseline: str = BASELINE  # the student that its difference is to
-    delta_vs_ce: Interval | None = None  # the difference with its interval
+    delta_vs_ce: Interval | None = None  # the difference with its interval, of this comparison alone
+    delta_vs_ce_corrected: Interval | None = None  # the same, corrected for all comparisons to its baseline (Holm)
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -167,7 +168,7 @@ class StudentResults(NetResults):
             "objective": self.objective, **({"net": self.net} if self.net else {}),
             **({"taught_by": self.taught_by} if self.taught_by else {}), **super().to_json(),
             "failed": [failure and asdict(failure) for failure in self.failed], "delta_vs_ce": self.delta_vs_ce,
-            **named,
+            "delta_vs_ce_corrected": self.delta_vs_ce_corrected, **named,
         }  # fmt: skip
 
 
@@ -250,9 +251,12 @@ def combine(
         student.taught_by = taught.get(name)
         if (variant := variants.get(name, name)) != name:
             student.variant, student.baseline = variant, name.removesuffix(variant) + BASELINE
-        baseline = combined.get(student.baseline)
-        baseline_scores = baseline.scores[metric.name] if baseline else [None] * seeds
-        student.delta_vs_ce = paired_interval(paired_differences(student.scores[metric.name], baseline_scores))
+    for baseline in dict.fromkeys(student.baseline for student in combined.values()):
+        differences = differences_to(baseline, combined, metric)
+        corrected = corrected_intervals({name: differences[name] for name in differences if name != baseline})
+        for name, values in differences.items():
+            combined[name].delta_vs_ce = paired_interval(values)
+            combined[name].delta_vs_ce_corrected = corrected.get(name)
     if header.config.get("zoo"):
         combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
     by_seed = "{seed}" in (header.config.get("teacher_ckpt") or "")
@@ -271,6 +275,13 @@ def _combine_teachers(row: str, fits: Sequence[FitRecord], metric: Metric, by_se
         fit_seconds=[fit.fit_seconds for fit in fits],
         sampled={key: nets[0].samples[key] for key in SAMPLED if key in nets[0].samples},
     )  # fmt: skip
+
+
+def differences_to(baseline: str, students: Mapping[str, StudentResults], metric: Metric) -> dict[str, list[float]]:
+    """Return the paired differences to a baseline of the students that have it, itself too; none without it."""
+    scores = {name: student.scores[metric.name] for name, student in students.items() if student.baseline == baseline}
+    others = students[baseline].scores[metric.name] if baseline in students else ()
+    return {name: paired_differences(values, others or [None] * len(values)) for name, values in scores.items()}
 
 
 def _rank(scores: Scores, metric: Metric) -> float:
