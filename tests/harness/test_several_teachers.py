@@ -115,7 +115,7 @@ def test_a_method_of_several_nets(tmp_path: Path) -> None:
     [
         (["--teachers.big", "ResNet"], "--teachers.big ResNet: expected a student that it teaches: --taught_by"),
         (["--taught_by.kd", "bog"], "--taught_by.kd bog: expected teachers among teacher; --teachers.NAME CLASS add"),
-        (["--taught_by.kq", "teacher"], "--taught_by.kq teacher: expected after --taught_by a name among ce, kd, cos"),
+        (["--taught_by.kq", "teacher"], "--taught_by.kq teacher: expected after --taught_by a name among ce, kd, "),
         (["--taught_by", "kd"], "--taught_by kd: expected a name after it, as --taught_by.NAME VALUE"),
         ([*BIG[:2], "--taught_by.ce", "big"], "--taught_by.ce teacher-big: expected a method that asks a teacher; Cro"),
         ([*BIG[:2], "--taught_by.kd.big", "0"], "--taught_by.kd.big 0: expected a weight above 0, or the name of one"),
