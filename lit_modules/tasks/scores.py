@@ -54,8 +54,8 @@ class Scores(nn.Module):
     trained: tuple[str, ...]  # of the values that training logs beside the loss, as `per_label` has them
     sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add b samples: logits (b, ..., classes), labels (b, ...)."""
+    def update(self, logits: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+        """Add b samples: logits (b, ..., classes), labels (b, ...); their places in the set (b,), if they are known."""
         raise NotImplementedError
 
     def compute(self) -> dict[str, Tensor]:
