@@ -299,7 +299,8 @@ class Distillation(AveragingLearner):
         for name, student in self.students.items():
             if name in self.inactive:
                 continue
-            total, values = student.losses(student.rows(name, teacher, students, batch), place, batch.label_weight)
+            rows = student.rows(name, teacher, students, batch)
+            total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
@@ -343,6 +344,6 @@ class Distillation(AveragingLearner):
         def step() -> Tensor:
             student.zero_grad()
             rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
-            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight)[0])
+            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)[0])
 
         return step

@@ -30,6 +30,8 @@ OTHERS_NAMES = {
     "logger MLFlowLogger": "mlflow",
     "logger WandbLogger": "wandb",
     "logger WandbLogger --trainer.logger.project": "project wandb_project",
+    "ema": "ema_decay model_ema model_ema_decay use_ema",
+    "export": "export_dir onnx save_onnx to_onnx",
     "lr": "base_lr init_lr learning_rate student_lr",
     "max_epochs": "epoch epochs max_epoch n_epochs nepochs num_epochs num_train_epochs",
     "max_steps": "iterations iters max_iter max_iters num_iters num_steps steps total_steps",

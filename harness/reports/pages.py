@@ -226,12 +226,15 @@ def _labelled(results: Results) -> int | None:
 
 
 def _labels(results: Results) -> list[str]:
-    """Say which labels students and teacher had, if the students had only some."""
+    """Say which labels students and teacher had, if the students had only some, or some are wrong."""
     config, total, labelled = results.config, results.data.get("train"), _labelled(results)
-    if labelled is None:
-        return []
-    teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
-    return [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    noise, lines = (config.get("data") or {}).get("init_args", {}).get("label_noise"), []
+    if labelled is not None:
+        teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
+        lines += [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    if noise:
+        lines += [f"label noise: {100 * noise:g} % of the training labels are another class, on purpose; no others."]
+    return lines
 
 
 def _kept_teacher(results: Results) -> list[str]:

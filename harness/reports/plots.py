@@ -169,10 +169,9 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
         apart = -(-len(values) // MARKS)
         marks.append(plot.scatter(places[::apart], heights[::apart], size=8, marker=MARKERS[style.marker], **look))
     plot.hover.renderers = lines if max(map(len, means.values())) > 1 else marks
-    legend = plot.legend[0]
+    legend = plot.legend[0]  # which page.html moves to where there is room
     legend.click_policy, legend.label_text_font_size, legend.spacing = "hide", "11px", 0
     legend.ncols, legend.glyph_width, legend.border_line_color = 1 + len(means) // 16, 36, None
-    plot.add_layout(legend, "right")
     return [plot]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from apprentice.errors import BadInput
-from experiments import attention, comm, gpt, hardware, kd, pipeline, predict, quantize
+from experiments import attention, comm, export, gpt, hardware, kd, pipeline, predict, quantize
 from harness.cli.sources import flat
 from harness.cli.synonyms import ALSO_CALLED
 
-EXPERIMENTS = (kd, gpt, quantize, predict, hardware, pipeline, comm, attention)
+EXPERIMENTS = (kd, gpt, quantize, predict, export, hardware, pipeline, comm, attention)
 PARSERS = {module.__name__.rpartition(".")[2]: module.parser() for module in EXPERIMENTS}  # type: ignore[attr-defined]
 
 
