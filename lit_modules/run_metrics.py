@@ -168,7 +168,7 @@ class RunMetrics(Recorded, ChecksBatches):
             averaged = self.predict_averaged(batch.inputs)
         for run, logits in predicted.items():
             self.check_labels(logits, batch)
-            self.scores_of(run).update(logits, batch.labels, batch.index)
+            _update(self.scores_of(run), logits, batch)
         self._score_averaged(averaged, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -180,7 +180,7 @@ class RunMetrics(Recorded, ChecksBatches):
         for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
-            scores.update(logits, batch.labels, batch.index)
+            _update(scores, logits, batch)
             values = scores.of_sample(logits, batch.labels)
             if teacher is not None:
                 values |= fidelity(logits, teacher, batch.labels)
@@ -188,7 +188,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def _score_averaged(self, predicted: Mapping[str, Tensor], batch: Batch) -> None:
         for run, logits in predicted.items():
-            cast("Scores", self.averaged_scores[run]).update(logits, batch.labels, batch.index)
+            _update(cast("Scores", self.averaged_scores[run]), logits, batch)
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
@@ -238,6 +238,11 @@ class RunMetrics(Recorded, ChecksBatches):
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
         self.log_dict(tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+
+
+def _update(scores: Scores, logits: Tensor, batch: Batch) -> None:
+    scores.index = batch.index
+    scores.update(logits, batch.labels)
 
 
 def tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -128,13 +128,13 @@ class ClassScores(Scores):
         if metric == "top5":
             self.hits = ExactMean()
 
-    def update(self, logits: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, labels: Tensor) -> None:
         self.confusion.update(logits, labels)
         self.loss.update(cross_entropy(logits, labels))
         if self.metric == "top5":
             self.hits.update((logits.topk(TOP).indices == labels[:, None]).any(1))
         if isinstance(self.metric, OwnMetric):
-            self.gathered.update(labels.new_zeros(len(labels)) if index is None else index, logits, labels)
+            self.gathered.update(labels.new_zeros(len(labels)) if self.index is None else self.index, logits, labels)
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "acc", "correct"} and the metric over all ranks, float64."""

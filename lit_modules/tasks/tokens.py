@@ -76,7 +76,7 @@ class TokenScores(Scores):
         self.bits = tokens_per_character / math.log(2)  # per character, for a nat per token
         self.loss = ExactMean()
 
-    def update(self, logits: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, labels: Tensor) -> None:
         self.loss.update(cross_entropy(logits, labels)[label_mask(labels)])
 
     def compute(self) -> dict[str, Tensor]:
