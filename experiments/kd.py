@@ -1,6 +1,7 @@
 """Knowledge distillation: one teacher, many students, one table.
 
-    python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
+    python experiments/kd.py                        # Digits with 30 labels, embedded: three seeds in half a minute
+    python experiments/kd.py --recipe tutorial      # all labels, as in PyTorch's tutorial; --data CIFAR10 beside it
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
     python experiments/kd.py --out FOLDER --resume true --seeds 5    # go on, or let a finished run grow
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
@@ -34,13 +35,14 @@ from harness.jobs.engines import LAUNCHERS
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
+from harness.runs.taught import TEACHER
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
 from harness.studies.deploy import leaving
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
-from harness.studies.recipes import RECIPES, Recipe
+from harness.studies.recipes import DEFAULT, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
@@ -53,7 +55,8 @@ class Options(cli.RunOptions):
     """Options of the distillation study.
 
     Args:
-        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all.
+        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all. Where
+            no --data is chosen it is few-labels; null gives the options' own defaults.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
@@ -107,9 +110,10 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
-        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
-        "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
-        "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
+        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
+        "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
+        "trainer.max_epochs", "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out",
+        "resume", "overwrite",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -184,6 +188,7 @@ def parser() -> cli.Parser:
     parser.add_choice(
         "student", net, nets, "LightNN", fixed=given_by_data, unless="students", about="the net that learns"
     )
+    parser.add_variants("teachers", net, nets, {}, fixed=given_by_data, about="one more teacher, for --taught_by")
     parser.add_variants("students", net, nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, objectives, variants, about="one more student")
@@ -197,7 +202,9 @@ def parser() -> cli.Parser:
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
+    parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
     parser.add_recipes("recipe", RECIPES)
+    parser.default_experiment("recipe", DEFAULT, unless="data")
     parser.add_classes("launcher", LAUNCHERS, cli.FREE)
     return parser
 
@@ -205,21 +212,18 @@ def parser() -> cli.Parser:
 class KD(BakeOff):
     """What is built: a teacher, and students that differ in their nets and methods alone."""
 
-    def teacher(self, seed: int) -> LitClassifier:
-        """Build a seed's teacher, with its weights if `--teacher_ckpt` is given."""
+    def teacher(self, seed: int, key: str = TEACHER) -> LitClassifier:
+        """Build a seed's teacher; options such as `--teacher_ckpt` are those of `--teacher`, not of `--teachers`."""
         session, config = self.session, self.config
-        net = build_net(session, "teacher", seed)
-        if config.teacher_ckpt is not None:
+        net, is_first = build_net(session, key, seed), key == TEACHER
+        if config.teacher_ckpt is not None and is_first:
             load_teacher(session, net, seed)
-        if config.teacher_head_only:
-            nets.heads(net, "teacher")  # or it is refused by its flag
-        options = {
-            **learner_options(of_teacher(config), session.data),
-            "seed": seed,
-            "head_only": config.teacher_head_only,
-        }
-        module = LitClassifier(net, session.data.num_classes, **options)
-        if config.teacher_continue:
+        head_only = config.teacher_head_only and is_first
+        if head_only:
+            nets.heads(net, key)  # or it is refused by its flag
+        options = learner_options(of_teacher(config), session.data)
+        module = LitClassifier(net, session.data.num_classes, **options, seed=seed, head_only=head_only)
+        if config.teacher_continue and is_first:
             go_on(module, checkpoint_of(session, seed))
         return module
 
@@ -246,11 +250,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
         if run.config.list_layers:
-            print_layers(run, ["teacher", *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
+            teachers = [TEACHER, *(f"teachers.{name}" for name in run.config.teachers)]
+            print_layers(run, [*teachers, *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
             return
         if run.config.search and not run.config.tune:
             flag, value = next(iter(run.config.search.items()))
             raise BadInput(f"search.{flag}", value, "--tune N beside it")
+        if run.config.taught_by and run.config.tune:
+            flag, value = next(iter(run.config.taught_by.items()))
+            raise BadInput(f"taught_by.{flag}", value, "no --tune beside it: settings are searched with one teacher")
         if is_job():
             KD(run).do_job()
             return

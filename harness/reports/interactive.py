@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.reports import html, mistakes, pages, plots, tuning
+from harness.reports import differences, html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
 from harness.reports.measures import COST, ON_PAGE, PARAMETERS
 from harness.reports.results import Results
@@ -57,9 +57,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         *plots.curves(results, "train/loss", "training loss"),
     ]
     plotted = [
-        Section(
-            "Differences", "\n\n".join([_DIFFERENCES, *pages.another_test_set(results)]), plots.differences(results)
-        ),
+        Section("Differences", "\n\n".join([_DIFFERENCES, *differences.section(results)]), plots.differences(results)),
         Section(
             "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
         ),

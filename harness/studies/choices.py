@@ -56,12 +56,15 @@ def net_spec(run: Session, key: str) -> Spec:
     return choice_spec(choice, key, run.data.net_arguments)
 
 
-def trained_spec(run: Session, key: str, net: nn.Module) -> Spec:
-    """Return how to rebuild a trained net: the one chosen under a key, or what its objective made of it."""
+def trained_spec(run: Session, key: str, net: nn.Module, teacher: str = "teacher") -> Spec:
+    """Return how to rebuild a trained net: the one chosen under a key, or what its objective made of it and a teacher.
+
+    `teacher` is the key under which the teacher was chosen.
+    """
     chosen = net_spec(run, key)
     if type(net) is import_class(chosen["class_path"], key):
         return chosen
-    parts = {"student": chosen, "teacher": net_spec(run, "teacher"), "input_shape": run.data.input_shape}
+    parts = {"student": chosen, "teacher": net_spec(run, teacher), "input_shape": run.data.input_shape}
     return spec(f"{type(net).__module__}.{type(net).__name__}", parts)
 
 

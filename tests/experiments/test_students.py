@@ -27,6 +27,7 @@ from tests.commands import Refusal, nets, results
 from tests.training import assert_same
 
 SMALL = [
+    "--data", "Digits",
     "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
     "--trainer.logger", "false",
 ]  # fmt: skip
@@ -184,7 +185,19 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
 
 
 def test_layers_are_listed_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kd.main(["--list_layers", "true", "--students.light", "LightNN", *RES, "--out", str(tmp_path / "out")])
+    kd.main(
+        [
+            "--data",
+            "Digits",
+            "--list_layers",
+            "true",
+            "--students.light",
+            "LightNN",
+            *RES,
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     out, err = capsys.readouterr()
     assert not err
     lines = [" ".join(line.split()) for line in out.splitlines()]

@@ -57,9 +57,9 @@ def test_all_of_the_help_has_every_setting(name: str) -> None:
 
 def test_all_of_the_help_is_in_groups_with_the_options_of_what_is_chosen() -> None:
     text = help_of("kd", "--help all --teacher ResNet")
-    for flag in ("data.batch_size 128", "teacher.depth 20", "variants.kd.temperature 2.0", "trainer.max_epochs 10"):
+    for flag in ("data.batch_size 128", "teacher.depth 20", "variants.kd.temperature 6.0", "trainer.max_epochs 20"):
         assert f"--{flag}" in text
-    assert text.index("--seeds 3") < text.index("--recipe null") < text.index("--data Digits")
+    assert text.index("--seeds 3") < text.index("--recipe few-labels") < text.index("--data Digits")
     assert re.search(r"--trainer.gradient_clip_val null +The value at which to clip gradients\n", text)
     assert len(text.splitlines()) < 230
 

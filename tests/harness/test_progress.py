@@ -20,7 +20,7 @@ from tests.processes import Run
 from tests.terminal import on_terminal
 from tests.training import classifier, digits, fit
 
-SMALL = ["--seeds", "1", "--trainer.max_epochs", "3"]
+SMALL = ["--data", "Digits", "--seeds", "1", "--trainer.max_epochs", "3"]
 
 
 def test_the_screen_of_a_run(tmp_path: Path) -> None:
