@@ -166,8 +166,10 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     means = {net: values for net, values in means.items() if any(value is not None for value in values)}
     if not means:
         return []
+    known = [value for values in means.values() for value in values if value is not None]
+    wide = 0 < 100 * min(known) < max(known)  # losses of which a large one would leave the others no height
     plot = _figure(
-        x_axis_label="epoch", y_axis_label=title,
+        x_axis_label="epoch", y_axis_label=title, y_axis_type="log" if wide else "linear",
         tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y{0.[0000]}")],
     )  # fmt: skip
     groups, lines, marks = {net: group for group, net in enumerate(results.students)}, [], []
