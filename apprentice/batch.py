@@ -23,7 +23,7 @@ class Partners(NamedTuple):
 
     inputs: Tensor  # (b, ...), as the batch's
     labels: Tensor  # (b,)
-    index: Tensor  # type: ignore[assignment]  # (b,), their places in the data set
+    index: Tensor  # type: ignore[assignment]  # (b,), their places in the data set, or what augmentation draws for
 
 
 class Mixed(NamedTuple):
@@ -50,6 +50,9 @@ class Batch(NamedTuple):
     # None if all labels count; else rows of the global batch for each label that does, times T of texts (b, T).
     label_weight: float | None = None
     mixed: Partners | Mixed | None = None  # partners before mixing, second labels after it
+    # (classes,) float64, weights of cross-entropies by their label, whose mean over the global batch's labels is 1.
+    class_weights: Tensor | None = None
+    draws: Tensor | None = None  # (b,) int64, in place of `index` what augmentation draws for, if samples come again
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
@@ -74,7 +77,11 @@ class Batch(NamedTuple):
         """Return the rows from `start` to `stop` as a batch by themselves."""
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
         mixed = self.mixed and type(self.mixed)(*(tensor[start:stop] for tensor in self.mixed))
-        return Batch(inputs, labels, index, rows, max(stop - start, 1), 1, self.step, self.label_weight, mixed)
+        draws = None if self.draws is None else self.draws[start:stop]
+        return self._replace(
+            inputs=inputs, labels=labels, index=index, rows=rows, count=max(stop - start, 1), replicas=1, mixed=mixed,
+            draws=draws,
+        )  # fmt: skip
 
     @property
     def share(self) -> float:

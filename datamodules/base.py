@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -92,6 +92,7 @@ class InMemoryData(LightningDataModule):
         self.labelled, self.hides_labels, self._labelled_samples = labelled, True, cast("Tensor | None", None)
         self.name = type(self).__name__
         self.order_seed = 0
+        self.evaluated_rows: int | None = None
         self._splits: dict[str, Samples | Streamed] = {}
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
@@ -106,6 +107,14 @@ class InMemoryData(LightningDataModule):
 
     def near_duplicates(self, source: Source) -> Tensor | None:
         """Return (n,) int64, the group of each sample that has to stay on one side of a split; None for no groups."""
+        return None
+
+    def relabel(self, source: Source, train: Tensor) -> Source:
+        """Return the training set with the labels to train on; `train` (k,) are the places that train."""
+        return source
+
+    def weights_of_classes(self, labels: Tensor) -> Tensor | None:
+        """Return (classes,) float64, what each class counts in training, given the labels (n,) that are known."""
         return None
 
     def split_list(self) -> list[tuple[str, str, str]]:
@@ -139,20 +148,16 @@ class InMemoryData(LightningDataModule):
         self.check_fits(sum(map(len, places)))
         if self.labelled is not None:
             self._labelled_samples = splits.draw_labelled(training.labels[places[0]], self.labelled, self.seed)
-        sources = training, (others[1:] or [training])[0], (others or [training])[0]  # in the order of `LIMITS`
+        sources = (
+            self.relabel(training, places[0]),
+            (others[1:] or [training])[0],
+            (others or [training])[0],
+        )  # in the order of `LIMITS`
         self._splits = {part: self.hold(sources[i], places[i]) for i, part in enumerate(LIMITS)}
         if self.test_is_drawn:
-            self._describe_drawn()
+            self.say(splits.describe_drawn(self.sizes, self._splits["test"].labels, self.class_names, self.seed))
         if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
-
-    def _describe_drawn(self) -> None:
-        """Say how many samples of the parts are drawn, and which classes are not tested."""
-        sizes = ", ".join(f"{part} {count:,}" for part, count in self.sizes.items())
-        self.say(f"there is no test set: split by class, as --data.seed {self.seed} draws: {sizes}")
-        counts = self._splits["test"].labels.bincount(minlength=self.num_classes).tolist()
-        if untested := [name for name, count in zip(self.class_names, counts, strict=True) if not count]:
-            self.say(f"classes without a test sample, as they have too few: {', '.join(untested)}")
 
     def say(self, line: str) -> None:
         """Print a line about the data to stderr, in one process."""
@@ -187,8 +192,8 @@ class InMemoryData(LightningDataModule):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change."""
-        return self.batch_size
+        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change, unless it is held."""
+        return self.evaluated_rows or self.batch_size
 
     @property
     def train_inputs_repeat(self) -> bool:
@@ -262,15 +267,21 @@ class InMemoryData(LightningDataModule):
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._on_device("train")
         labelled = self._labelled_samples if self.hides_labels else None
-        order = self._order(len(train.labels))
-        return TrainLoader(train, self.batch_size, order, rank, replicas, labelled, self.wants_partners, self.finish)
+        weights = self.weights_of_classes(train.labels if labelled is None else train.labels[labelled])
+        return TrainLoader(
+            train, self.batch_size, self._order(len(train.labels)), rank, replicas, labelled, self.wants_partners,
+            self.finish, weights,
+        )  # fmt: skip
 
     def _order(self, size: int) -> EpochOrder:
-        repeats = bool(getattr(self.trainer, "overfit_batches", 0))
         if self.partition is None:
-            return EpochOrder(size, self.order_seed, self._position, repeats)
-        chosen = keyed.fold_in(self.seed, 3)
-        return PartitionedOrder(self.partition, chosen, size, self.order_seed, self._position, repeats)
+            return EpochOrder(size, *self._order_options)
+        return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, *self._order_options)
+
+    @property
+    def _order_options(self) -> tuple[int, Callable[[], int], bool]:
+        """The seed, the position and whether all epochs have the order of the first."""
+        return self.order_seed, self._position, bool(getattr(self.trainer, "overfit_batches", 0))
 
     def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
         """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from apprentice import keyed
 from apprentice.batch import Batch, Partners
 from apprentice.errors import BadInput
-from datamodules.base import InMemoryData
+from datamodules.classes import ClassData
 from datamodules.mixing import Mixing
 from datamodules.preparation import Preparation, normalize
 from datamodules.streams import Finish, Streamed
@@ -21,7 +21,7 @@ from datamodules.transforms import Transforms
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
 
 
-class ImageData(InMemoryData):
+class ImageData(ClassData):
     """Images in memory as uint8.
 
     For another data set, set the attributes and override `read`, and `prepare_data` if it must be downloaded.
@@ -45,7 +45,9 @@ class ImageData(InMemoryData):
             batches get one, half the other.
         mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
         std: standard deviation of each channel, likewise.
-        options: those of InMemoryData.
+        augment_repeats: repeated augmentation, as in DeiT: a batch has each of its samples so many times, each time
+            augmented by a draw of its own; an epoch has as many batches as ever, and so fewer samples.
+        options: those of ClassData.
     """
 
     input_shape: tuple[int, int, int]
@@ -53,7 +55,9 @@ class ImageData(InMemoryData):
     std: tuple[float, ...]
     levels: int = 255
     flips: bool = False
-    training_options = InMemoryData.training_options | {"augment", "transforms", "mixup", "cutmix"}
+    training_options = ClassData.training_options | {
+        "augment", "transforms", "mixup", "cutmix", "augment_repeats",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -65,10 +69,12 @@ class ImageData(InMemoryData):
         cutmix: float = 0.0,
         mean: list[float] | None = None,
         std: list[float] | None = None,
+        augment_repeats: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
         self.augment, self.transforms, self.mixing = augment, transforms or [], Mixing(mixup, cutmix)
+        self._set_copies(augment_repeats)
         if self.mixing and self.labelled is not None:
             raise BadInput("data.labelled", self.labelled, "all labels, as --data.mixup and --data.cutmix mix them")
         channels = len(type(self).mean)
@@ -79,6 +85,17 @@ class ImageData(InMemoryData):
                 count = f"a list of {channels} number{'s' * (channels > 1)}, one a channel"
                 raise BadInput(f"data.{flag}", values, count if low else f"{count}, above 0")
             setattr(self, flag, tuple(values))
+
+    def _set_copies(self, augment_repeats: int | None) -> None:
+        if augment_repeats is None:
+            return
+        if augment_repeats < 1:
+            raise BadInput("data.augment_repeats", augment_repeats, "a whole number of at least 1")
+        if augment_repeats > 1 and self.train_inputs_repeat:
+            expected = "--data.augment true or --data.transforms beside it, or the copies would be equal"
+            raise BadInput("data.augment_repeats", augment_repeats, expected)
+        self._check_partition("augment_repeats", augment_repeats > 1 and augment_repeats)
+        self.copies = augment_repeats
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data as InMemoryData does; then try the transforms on an image of zeros."""
@@ -117,7 +134,8 @@ class ImageData(InMemoryData):
         streamed = training and isinstance(self.split("train"), Streamed)  # workers have augmented these
         if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, batch.index))
+            draws = batch.index if batch.draws is None else batch.draws
+            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, draws))
             if isinstance(batch.mixed, Partners):
                 second = self.augmented(batch.mixed.inputs, epoch, batch.mixed.index)
                 batch = batch._replace(mixed=batch.mixed._replace(inputs=second))

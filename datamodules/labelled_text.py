@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from apprentice.errors import BadInput
-from datamodules.base import InMemoryData
+from datamodules.classes import ClassData
 from datamodules.preparation import Preparation
 from datamodules.splits import Split, complement
 
@@ -16,7 +16,7 @@ Line = tuple[str, bytes]  # a label, and the text
 TEST_EVERY = 10
 
 
-class LabelledText(InMemoryData):
+class LabelledText(ClassData):
     """Lines of text with a label each; tokens are the bytes of UTF-8, and 0 is padding.
 
     Every tenth line of a class is for testing, so each class has the same share there; this split is fixed and depends
@@ -25,7 +25,7 @@ class LabelledText(InMemoryData):
     Args:
         root: a file of lines `label<TAB>text`, or a folder with a file `<label>.txt` of lines for each label.
         length: tokens of a sample; longer lines are cut off.
-        options: those of InMemoryData.
+        options: those of ClassData.
 
     Raises:
         BadInput: `root` is not as described, or a class has fewer than ten lines.

@@ -55,6 +55,10 @@ class EpochOrder:
     def _turn(self) -> int:
         return 0 if self._repeats else self.epoch
 
+    def places(self, index: Tensor) -> Tensor:
+        """Return the samples' places in their set, of some `indices`; others where a sample comes several times."""
+        return index
+
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         """Return (b,) int64, a rank's rows of the global batch of `count` samples from `start` on; b may be 0."""
         return torch.arange(count).tensor_split(replicas)[rank]
@@ -107,7 +111,8 @@ class TrainLoader(Resumable):
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `labelled` (n,) bool, on the CPU, tells whose labels are not to be hidden. With `partners` a batch brings for each
-    row the sample of the row before, to be mixed with. `finish` augments streamed inputs.
+    row the sample of the row before, to be mixed with. `finish` augments streamed inputs. `weights` (classes,) float64
+    are those of the classes.
     """
 
     split: Samples | Streamed
@@ -118,6 +123,7 @@ class TrainLoader(Resumable):
     labelled: Tensor | None = None
     partners: bool = False
     finish: Finish | None = None
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
@@ -127,25 +133,44 @@ class TrainLoader(Resumable):
         epoch, start, order = self.sampler.epoch, self.sampler.start(), self.sampler.indices()
         device, ahead = self.split.labels.device, deque[tuple[Tensor, Tensor, Tensor]]()
         known = None if self.labelled is None else self.labelled.to(device)
+        streamed, place_of, class_weights = isinstance(self.split, Streamed), self.sampler.places, self._class_weights()
 
         def places() -> Iterator[Tensor]:
             for first in range(start * self.batch_size, len(order), self.batch_size):
                 whole = order[first : first + self.batch_size]
                 rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
                 index = whole[torch.cat([rows, rows - 1]) if self.partners else rows].to(device, non_blocking=True)
-                ahead.append((whole, rows.to(device, non_blocking=True), index))
-                yield index
+                ahead.append((place_of(whole), rows.to(device, non_blocking=True), index))
+                yield index if streamed else place_of(index)
 
         batches = read_batches(self.split, places(), self.finish, epoch)
         for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
-            whole, rows, index = ahead.popleft()
+            whole, rows, draws = ahead.popleft()
+            index = place_of(draws)
             b, labels, weight, mixed = len(rows), true, None, None
             if known is not None:
                 labels = true.where(known[index], HIDDEN)
                 weight = len(whole) / max(int(cast("Tensor", self.labelled)[whole].sum()), 1)
             if self.partners:
-                mixed = Partners(inputs[b:], labels[b:], index[b:])
-            yield Batch(inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed)
+                mixed = Partners(inputs[b:], labels[b:], draws[b:])
+            yield Batch(
+                inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed,
+                class_weights and class_weights(whole), None if index is draws else draws[:b],
+            )  # fmt: skip
+
+    def _class_weights(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what computes a batch's `class_weights` from the places of all of its rows, on the CPU."""
+        if self.weights is None:
+            return None
+        labels = self.split.labels.cpu()
+        of_samples, there = self.weights[labels], self.weights.to(self.split.labels.device)
+        known = torch.ones(len(labels), dtype=torch.bool) if self.labelled is None else self.labelled
+
+        def normalise(whole: Tensor) -> Tensor:
+            total = float(of_samples[whole][known[whole]].sum())
+            return there * (int(known[whole].sum()) / total if total else 0.0)
+
+        return normalise
 
 
 class ChunkLoader:

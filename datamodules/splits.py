@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -124,6 +124,15 @@ def describe_imbalance(labels: Tensor, class_names: Sequence[str]) -> str:
     if len(counts) <= LISTED:
         return ", ".join(f"{name} {count}" for name, count in zip(class_names, counts, strict=True))
     return f"from {least} ({class_names[counts.index(least)]}) to {most} ({class_names[counts.index(most)]})"
+
+
+def describe_drawn(sizes: Mapping[str, int], tested: Tensor, class_names: Sequence[str], seed: int) -> str:
+    """Say how many samples of each part were drawn, and which classes have none in the test labels `tested`."""
+    counts = tested.bincount(minlength=len(class_names)).tolist()
+    untested = [name for name, count in zip(class_names, counts, strict=True) if not count]
+    drawn = ", ".join(f"{part} {count:,}" for part, count in sizes.items())
+    missing = f"; too small to be tested: {', '.join(untested)}" if untested else ""
+    return f"there is no test set: split by class, as --data.seed {seed} draws: {drawn}{missing}"
 
 
 def check_sizes(train_size: int | None, test_size: float | None, validation_size: float, subset: Subset) -> None:

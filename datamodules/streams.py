@@ -24,11 +24,14 @@ class Streamed:
         self.pinned, self.sharing = False, 1
 
     def take(self, chosen: Tensor, finish: Finish | None = None, epoch: int = 0) -> Split:
-        """Read and augment the samples at these (k,) places, each once even if it is there twice."""
+        """Read and augment the samples at these (k,) places, each once even if it is there twice.
+
+        Beyond the n samples the same ones are counted again, with an augmentation of their own.
+        """
         unique, inverse = chosen.cpu().unique(return_inverse=True)
         repeats = len(unique) < len(chosen)
         places = unique if repeats else chosen.cpu()
-        inputs, labels = self.source.take(places)
+        inputs, labels = self.source.take(places % max(len(self.labels), 1))
         split = Split(inputs if finish is None else finish(inputs, epoch, places), labels)
         return split.take(inverse) if repeats else split
 

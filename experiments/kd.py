@@ -1,6 +1,7 @@
 """Knowledge distillation: one teacher, many students, one table.
 
-    python experiments/kd.py                        # Digits, embedded: three seeds in under a minute on 2 cores
+    python experiments/kd.py                        # Digits with 30 labels, embedded: three seeds in half a minute
+    python experiments/kd.py --recipe tutorial      # all labels, as in PyTorch's tutorial; --data CIFAR10 beside it
     python experiments/kd.py --trainer.devices 8    # the same, up to rounding, from 8 processes
     python experiments/kd.py --out FOLDER --resume true --seeds 5    # go on, or let a finished run grow
     python experiments/kd.py --data Text --teacher GPT --student GPT --only ce kd    # a language model's tokens
@@ -34,18 +35,19 @@ from harness.jobs.engines import LAUNCHERS
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
+from harness.runs.taught import TEACHER
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.deploy import leaving
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
-from harness.studies.recipes import RECIPES, Recipe
+from harness.studies.recipes import DEFAULT, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.tasks import ClassMetric
 
 
 @dataclass
@@ -53,20 +55,24 @@ class Options(cli.RunOptions):
     """Options of the distillation study.
 
     Args:
-        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all.
+        recipe: the settings of a published table; flags beside it change single ones, --print_config shows all. Where
+            no --data is chosen it is few-labels; null gives the options' own defaults.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
-        metric: what nets are judged by, in the table and beside the accuracy of the validation.
         best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
             val/loss; the earliest of equals; the teacher's, too. Default: of the last epoch.
         early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
             for --patience validations; the teacher, too. The others train on.
         patience: validations that --early_stopping waits; default: 3.
+        student_seconds: time for each student: the steps of its own training, timed alone beforehand, that fit into it.
+            Numbers depend on the machine then. Training ends at --trainer.max_epochs all the same.
+        ema: decay, as 0.999, of moving averages of students' weights; they are tested beside the weights.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay too, for every method; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
         save_ckpt: write classifier.ckpt beside weights.pt, for LitClassifier.load_from_checkpoint.
+        export: a folder for the students of the first seed, each in files that run without this project.
         list_layers: print the nets' layers and the shapes of their outputs, and train nothing.
         teacher_ckpt: a trained teacher, loaded, not trained; {seed} in its path is replaced by each seed.
         teacher_ckpt_partial: load what fits of teacher_ckpt, and name what doesn't; train the rest: teacher_epochs.
@@ -82,15 +88,17 @@ class Options(cli.RunOptions):
     recipe: Recipe | None = None
     only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
-    metric: ClassMetric = field(default="accuracy", metadata=cli.OnResume(why="what is tested is tested once").metadata)
     best_epoch: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
+    student_seconds: float | None = None
+    ema: float | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
     tune_optimizer: bool | None = None
     tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     save_ckpt: bool = field(default=False, metadata=cli.FREE.metadata)
+    export: str | None = field(default=None, metadata=cli.CALL.metadata)
     list_layers: bool = field(default=False, metadata=cli.CALL.metadata)
     teacher_ckpt: str | None = None
     teacher_ckpt_partial: bool = False
@@ -102,9 +110,10 @@ class Options(cli.RunOptions):
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
     common: ClassVar[Collection[str]] = (
-        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student", "variants",
-        "only", "zoo", "tune", "metric", "optimizer", "optimizer.lr", "scheduler", "trainer.max_epochs",
-        "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out", "resume", "overwrite",
+        "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
+        "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
+        "trainer.max_epochs", "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out",
+        "resume", "overwrite",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -132,13 +141,20 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
 
     def _check_ends(self) -> None:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise BadInput("ema", self.ema, "a decay between 0 and 1, such as 0.999")
         if self.early_stopping is None and self.patience is not None:
             raise BadInput("patience", self.patience, "--early_stopping val/loss, or another score, beside it")
         if self.early_stopping is not None:
             self.patience = 3 if self.patience is None else self.patience
             if self.patience < 1:
                 raise BadInput("patience", self.patience, "a number of validations, at least 1")
-        for name in ("best_epoch", "early_stopping"):
+        if self.student_seconds is not None and not self.student_seconds > 0:
+            raise BadInput("student_seconds", self.student_seconds, "seconds, above 0")
+        if self.student_seconds is not None and self.exact is not None:
+            expected = "it left out: --exact has the same bits on any machine, and how many steps fit into it depends"
+            raise BadInput("student_seconds", self.student_seconds, f"{expected} on the machine")
+        for name in ("best_epoch", "early_stopping", "student_seconds"):
             if self.tune is not None and (value := vars(self)[name]) is not None:
                 raise BadInput(name, value, "it left out: --tune compares settings by their last epochs")
 
@@ -172,17 +188,23 @@ def parser() -> cli.Parser:
     parser.add_choice(
         "student", net, nets, "LightNN", fixed=given_by_data, unless="students", about="the net that learns"
     )
+    parser.add_variants("teachers", net, nets, {}, fixed=given_by_data, about="one more teacher, for --taught_by")
     parser.add_variants("students", net, nets, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, objectives, variants, about="one more student")
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
+    judged = cli.OnResume(why="what is tested is tested once")
+    about = "what nets are judged by, in the table and beside the accuracy of the validation"
+    parser.add_classes("metric", cli.MetricClasses(), judged, "accuracy", about)
     parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
+    parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
     parser.add_recipes("recipe", RECIPES)
+    parser.default_experiment("recipe", DEFAULT, unless="data")
     parser.add_classes("launcher", LAUNCHERS, cli.FREE)
     return parser
 
@@ -190,21 +212,18 @@ def parser() -> cli.Parser:
 class KD(BakeOff):
     """What is built: a teacher, and students that differ in their nets and methods alone."""
 
-    def teacher(self, seed: int) -> LitClassifier:
-        """Build a seed's teacher, with its weights if `--teacher_ckpt` is given."""
+    def teacher(self, seed: int, key: str = TEACHER) -> LitClassifier:
+        """Build a seed's teacher; options such as `--teacher_ckpt` are those of `--teacher`, not of `--teachers`."""
         session, config = self.session, self.config
-        net = build_net(session, "teacher", seed)
-        if config.teacher_ckpt is not None:
+        net, is_first = build_net(session, key, seed), key == TEACHER
+        if config.teacher_ckpt is not None and is_first:
             load_teacher(session, net, seed)
-        if config.teacher_head_only:
-            nets.heads(net, "teacher")  # or it is refused by its flag
-        options = {
-            **learner_options(of_teacher(config), session.data),
-            "seed": seed,
-            "head_only": config.teacher_head_only,
-        }
-        module = LitClassifier(net, session.data.num_classes, **options)
-        if config.teacher_continue:
+        head_only = config.teacher_head_only and is_first
+        if head_only:
+            nets.heads(net, key)  # or it is refused by its flag
+        options = learner_options(of_teacher(config), session.data)
+        module = LitClassifier(net, session.data.num_classes, **options, seed=seed, head_only=head_only)
+        if config.teacher_continue and is_first:
             go_on(module, checkpoint_of(session, seed))
         return module
 
@@ -223,7 +242,7 @@ class KD(BakeOff):
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-            optimizer_options=optimizers,
+            optimizer_options=optimizers, ema=config.ema,
         )  # fmt: skip
 
 
@@ -231,11 +250,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that the command line describes."""
     with session("kd", parser(), argv) as run:
         if run.config.list_layers:
-            print_layers(run, ["teacher", *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
+            teachers = [TEACHER, *(f"teachers.{name}" for name in run.config.teachers)]
+            print_layers(run, [*teachers, *dict.fromkeys(row.net for row in cli.rows(run.config).values())])
             return
         if run.config.search and not run.config.tune:
             flag, value = next(iter(run.config.search.items()))
             raise BadInput(f"search.{flag}", value, "--tune N beside it")
+        if run.config.taught_by and run.config.tune:
+            flag, value = next(iter(run.config.taught_by.items()))
+            raise BadInput(f"taught_by.{flag}", value, "no --tune beside it: settings are searched with one teacher")
         if is_job():
             KD(run).do_job()
             return
@@ -245,11 +268,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         tuning = Tuning(bake_off) if run.config.tune else None
         if tuning:
             tuning.check()
+        if run.config.export:
+            leaving.check_students(run, bake_off.arms)
         with run.folder():
             run.describe()
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
+            if run.config.export:
+                leaving.export_students(run, bake_off.arms)
 
 
 if __name__ == "__main__":

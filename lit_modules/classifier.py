@@ -10,7 +10,7 @@ from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.objectives.base import average_labelled, fill_uncounted
+from lit_modules.objectives.base import average_labelled, fill_uncounted, weigh_classes
 from lit_modules.prepared import prepare_net
 from lit_modules.tasks import Classification, Task
 
@@ -70,9 +70,11 @@ class LitClassifier(Learner):
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         self.check_labels(outputs, batch)
-        losses = self.task.loss(outputs, fill_uncounted(batch.labels, batch.label_weight))
+        labels = fill_uncounted(batch.labels, batch.label_weight)
+        losses = weigh_classes(self.task.loss(outputs, labels), labels, batch.class_weights)
         if isinstance(batch.mixed, Mixed):
-            losses = batch.mixed.mean(losses, self.task.loss(outputs, batch.mixed.labels))
+            second = self.task.loss(outputs, batch.mixed.labels)
+            losses = batch.mixed.mean(losses, weigh_classes(second, batch.mixed.labels, batch.class_weights))
         parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
         parts = {name: average_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
         return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | self.task.counts(batch)

@@ -15,6 +15,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
+from lit_modules.averages import AveragingLearner
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
@@ -30,7 +31,7 @@ from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
 
 
-class Distillation(Learner):
+class Distillation(AveragingLearner):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -56,6 +57,7 @@ class Distillation(Learner):
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
+        ema: decay of a moving average of each student's weights, which is validated and tested beside them.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
@@ -85,6 +87,7 @@ class Distillation(Learner):
         labelled: bool = True,
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        ema: float | None = None,
     ) -> None:
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -107,6 +110,7 @@ class Distillation(Learner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+        self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
         # What objectives keep is the same on every rank; DDP would send it before each forward.
@@ -115,7 +119,7 @@ class Distillation(Learner):
             for path, module in self.named_modules()
             if isinstance(module, Objective)
             for key, _ in module.named_buffers(recurse=False)
-        ]
+        ] + [f"averages.{key}" for key in self.averages.state_dict()]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -170,7 +174,9 @@ class Distillation(Learner):
 
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
-        return [self.teacher, *(part for s in self.students.values() for part in (s.net, *s.objective.parts()))]
+        averages = [net for net in map(self.average_of, self.runs) if net is not None]
+        parts = [part for s in self.students.values() for part in (s.net, *s.objective.parts())]
+        return [self.teacher, *averages, *parts]
 
     def read_layers(self) -> list[tuple[nn.Module, bool]]:
         """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
@@ -186,6 +192,7 @@ class Distillation(Learner):
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
         super().train(mode)
         self.teacher.eval()
+        self.averages.eval()
         for norm in self._batch_norms.values():
             norm.train(mode)  # with the global batch's statistics; chunks of an evaluation stand for themselves
         for name in self.inactive:
@@ -205,8 +212,11 @@ class Distillation(Learner):
     def module_of(self, run: str) -> nn.Module:
         return self.students[run]
 
+    def peers_of(self, run: str) -> list[str]:
+        return list(self.students[run].objective.peers)
+
     def names_of(self, run: str, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name.startswith(f"students.{run}.")]
+        return [name for name in names if name.startswith((f"students.{run}.", f"averages.{run}."))]
 
     def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
         """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
@@ -227,6 +237,7 @@ class Distillation(Learner):
 
     def on_train_start(self) -> None:
         """Cache the teacher's outputs if they will be needed again."""
+        super().on_train_start()
         trainer = self.trainer
         self._epoch = trainer.num_training_batches
         self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
@@ -268,7 +279,8 @@ class Distillation(Learner):
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
         """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
         dropped = [name for name in students if name not in kept]
-        checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, "students.", ".")
+        for part in ("students.", "averages."):
+            checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, part, ".")
         keep_runs(checkpoint, students, kept)
         checkpoint["learner"]["teacher_samples"] = 0
 
@@ -287,7 +299,8 @@ class Distillation(Learner):
         for name, student in self.students.items():
             if name in self.inactive:
                 continue
-            total, values = student.losses(student.rows(name, teacher, students, batch), place, batch.label_weight)
+            rows = student.rows(name, teacher, students, batch)
+            total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
             loss = loss + self.loss_scales.scaled(name, batch.mean(total))
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
@@ -331,6 +344,6 @@ class Distillation(Learner):
         def step() -> Tensor:
             student.zero_grad()
             rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
-            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight)[0])
+            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)[0])
 
         return step

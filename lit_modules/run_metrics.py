@@ -14,6 +14,7 @@ from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
 from lit_modules.tasks.scores import PerSample, Scores, fidelity
 
+EMA = "ema_"  # how names of scores of averaged weights begin
 BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 
@@ -38,6 +39,7 @@ class RunMetrics(Recorded, ChecksBatches):
         self.runs = list(runs)
         # A list in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(task.scores() for _ in self.runs)
+        self.averaged_scores = nn.ModuleDict()  # by run, of averages of its weights
         beside = FIDELITY if self.has_teacher else ()
         self.tested = nn.ModuleList(PerSample((*self.scores_of(run).sampled, *beside)) for run in self.runs)
         self.train_sums: dict[str, float] = {}
@@ -67,9 +69,17 @@ class RunMetrics(Recorded, ChecksBatches):
     def active_runs(self) -> list[str]:
         return [run for run in self.runs if run not in self.inactive]
 
+    def peers_of(self, run: str) -> list[str]:
+        """Other runs that a run learns from."""
+        return []
+
     def names_of(self, run: str, names: Iterable[str]) -> list[str]:
         """Those of the names in the module's state that are of a run."""
         return list(names)
+
+    def predict_averaged(self, inputs: Tensor) -> dict[str, Tensor]:
+        """Logits of the active runs that have averages of their weights, by these."""
+        return {}
 
     def scores_of(self, run: str) -> Scores:
         """The evaluation scores of a run."""
@@ -85,6 +95,7 @@ class RunMetrics(Recorded, ChecksBatches):
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
         ]
+        validated += [f"{run}/{EMA}{what}" for run in self.averaged_scores for what in scores[run] if what != "correct"]
         bar = [what for what in BAR if any(name.endswith(what) for name in trained)]
         return {
             "validation": [*tags(dict.fromkeys(validated), "val")],
@@ -142,8 +153,8 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def on_validation_epoch_start(self) -> None:
         """Reset the scores; not at the end, as a tensor made in another loop's inference mode can't be added to."""
-        for scores in self.scores:
-            scores.reset()  # type: ignore[operator]
+        for scores in (*self.scores, *self.averaged_scores.values()):
+            cast("Scores", scores).reset()
 
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()
@@ -154,22 +165,30 @@ class RunMetrics(Recorded, ChecksBatches):
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             predicted = self.predict(batch.inputs)
+            averaged = self.predict_averaged(batch.inputs)
         for run, logits in predicted.items():
             self.check_labels(logits, batch)
-            self.scores_of(run).update(logits, batch.labels)
+            _update(self.scores_of(run), logits, batch)
+        self._score_averaged(averaged, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         batch = Batch.of(require_batch(batch), 0, shared=False)
         with self.naming_inputs(batch.inputs):
             teacher, predicted = self.predict_beside_teacher(batch.inputs)
+            averaged = self.predict_averaged(batch.inputs)
+        self._score_averaged(averaged, batch)
         for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
-            scores.update(logits, batch.labels)
+            _update(scores, logits, batch)
             values = scores.of_sample(logits, batch.labels)
             if teacher is not None:
                 values |= fidelity(logits, teacher, batch.labels)
             cast("PerSample", self.tested[self.runs.index(run)]).update(batch.index, values)
+
+    def _score_averaged(self, predicted: Mapping[str, Tensor], batch: Batch) -> None:
+        for run, logits in predicted.items():
+            _update(cast("Scores", self.averaged_scores[run]), logits, batch)
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
@@ -203,6 +222,9 @@ class RunMetrics(Recorded, ChecksBatches):
             values = scores.compute()
             if stage != "test":
                 values.pop("correct", None)
+            if run in self.averaged_scores:
+                averaged = cast("Scores", self.averaged_scores[run]).compute()
+                values |= {f"{EMA}{name}": value for name, value in averaged.items() if name != "correct"}
             values = {f"{run}/{k}" if run else k: v for k, v in values.items()}
             self._log_epoch(values, stage)
             if stage == "val" and self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
@@ -216,6 +238,11 @@ class RunMetrics(Recorded, ChecksBatches):
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
         self.log_dict(tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+
+
+def _update(scores: Scores, logits: Tensor, batch: Batch) -> None:
+    scores.index = batch.index
+    scores.update(logits, batch.labels)
 
 
 def tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from apprentice.relations import relate
 from lit_modules.nets import Outputs, globalise, layer, run
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import condense_teacher, fill_uncounted, mask_tokens, select_view, weighted_sum
+from lit_modules.objectives.base import (
+    Term,
+    condense_teacher,
+    fill_uncounted,
+    mask_tokens,
+    select_view,
+    weigh_classes,
+    weighted_sum,
+)
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
 LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
@@ -63,17 +71,22 @@ class Student(nn.Module):
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
         return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
 
-    def losses(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
 
         Collective if the objective relates rows; `place` says which rows of the global batch these are.
         """
+        terms = partial(self._terms, place=place, label_weight=label_weight, class_weights=class_weights)
         if not self.objective.relates_rows:
-            return self._terms(rows, place, label_weight)
+            return terms(rows)
         assert place.rows is not None
-        return relate(partial(self._terms, place=place, label_weight=label_weight), rows, place.rows, place.count)
+        return relate(terms, rows, place.rows, place.count)
 
-    def _terms(self, rows: Rows, place: Place, label_weight: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _terms(
+        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
         counts = None
@@ -88,9 +101,9 @@ class Student(nn.Module):
             place = place._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
         objective.place = place._replace(index=rows.places, peers=peers, counted=counts)
         visible = fill_uncounted(labels, label_weight)
-        terms = objective.terms(student, teacher, visible)
+        terms = _weigh(objective.terms(student, teacher, visible), visible, class_weights)
         for mixed in rows.mixed:
-            second = objective.terms(student, teacher, mixed.labels)
+            second = _weigh(objective.terms(student, teacher, mixed.labels), mixed.labels, class_weights)
             means = {name: mixed.mean(term.values, second[name].values) for name, term in terms.items()}
             terms = {name: term._replace(values=means[name]) for name, term in terms.items()}
         loss, values = weighted_sum(terms, labels, label_weight)
@@ -155,6 +168,14 @@ def check_features(outputs: Outputs, layers: Mapping[str, str], flag: str) -> No
         if not isinstance(output, Tensor):
             what = "it takes no part in a forward" if output is None else f"its output is a {type(output).__name__}"
             raise BadInput(f"{flag}.{option}", path, f"a layer that gives a tensor; {what}")
+
+
+def _weigh(terms: dict[str, Term], labels: Tensor, class_weights: Tensor | None) -> dict[str, Term]:
+    """The terms, those that are `class_weighted` by the weights (classes,) of their labels (b,)."""
+    if class_weights is None:
+        return terms
+    weighted = {name: weigh_classes(term.values, labels, class_weights) for name, term in terms.items()}
+    return {name: t._replace(values=weighted[name]) if t.class_weighted else t for name, t in terms.items()}
 
 
 def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> None:

@@ -114,10 +114,11 @@ def browser(folder: Path) -> Iterator[Page]:
             yield page
             page.call("Browser.close")
         process.wait()
-    assert not page.faults
+    assert page.faults == []
 
 
-# What is wrong with a page's looks: parts that stick out of the window, and texts of a plot that lie on one another.
+# What is wrong with a page's looks: parts that stick out of the window, plots that
+# their surroundings leave no room, and texts of a plot that lie on one another.
 FAULTS = """(() => {
     const faults = [], seen = e => e.getClientRects().length
     const scrolls = e => e && (getComputedStyle(e).overflowX === "auto" || scrolls(e.parentElement))
@@ -136,5 +137,7 @@ FAULTS = """(() => {
         }))
         if (!boxes.length) faults.push("a plot without texts")
     }
+    for (const { inner_width } of (window.Bokeh?.documents ?? []).map(of => of.roots()[0]))
+        if (inner_width < 100) faults.push(`${inner_width} pixels within the axes`)
     return faults
 })()"""

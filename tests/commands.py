@@ -22,7 +22,7 @@ Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *fl
 
 
 # These tell what they train or measure before they look closer.
-RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ", "attention: ", "comm: ", "pipeline: ", "predict: ")
+RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ", "attention: ", "comm: ", "pipeline: ", "predict: ", "export: ")
 TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds"}
 OF_A_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
 SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "frozen"
 
 KD = (
-    "kd --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
+    "kd --data Digits --teacher LightNN --seeds 1 --trainer.max_epochs 2 --data.train_size 150 --data.test_size 50 "
     "--data.batch_size 40 --out run"
 )
 GPT = (

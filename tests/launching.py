@@ -72,6 +72,7 @@ class Held(Fault):
 
 
 TINY = [
+    "--data", "Digits",
     "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "150",
     "--data.test_size", "100", "--data.batch_size", "40", "--only", "ce", "kd",
 ]  # fmt: skip

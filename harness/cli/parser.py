@@ -38,6 +38,7 @@ class Parser:
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
         self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
+        self._experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._parsed: dict[str, Any] = {}
         self._on_resume = rules_of(options)
@@ -60,10 +61,12 @@ class Parser:
         self.classes[key] = Classes(bases, package, frozenset(skip))
         self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
-    def add_classes(self, key: str, classes: Classes, on_resume: OnResume) -> None:
-        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own; none by default."""
+    def add_classes(
+        self, key: str, classes: Classes, on_resume: OnResume, default: Any = None, about: str = ""
+    ) -> None:
+        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own."""
         self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(written=False), None)
+        self._add(key, Entry(about=about, written=default is not None), default)
 
     def add_variants(
         self,
@@ -84,6 +87,10 @@ class Parser:
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let a value of a plain option set many flags, each of which may be given beside it."""
         self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
+
+    def default_experiment(self, option: str, value: Any, unless: str) -> None:
+        """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
+        self._experiment = option, value, unless
 
     def add_optimizer(
         self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
@@ -164,8 +171,7 @@ class Parser:
             options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
         path = Path(options.out or "") / "config.yaml"
         run = path if options.resume and options.out and path.exists() else None
-        start = self._defaults if run is None else self._read_saved(run)
-        added = [settings for option, value, settings in self._recipes if vars(options)[option] == value]
+        start, *added = self._new_run(early) if run is None else [self._read_saved(run), *self._recipes_of(early)]
         if run is not None:
             added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
         settings = self._merge([start, *added, *layers])
@@ -182,6 +188,18 @@ class Parser:
             raise SystemExit(0)
         self._parsed = dict(flat(self.as_dict(config)))
         return config
+
+    def _new_run(self, early: Layer) -> list[Layer]:
+        """Return the defaults of a run with these settings of the user's, and those that its recipes add."""
+        experiment: Layer = {}
+        if self._experiment is not None:
+            option, value, key = self._experiment
+            experiment = {} if option in early or key in early else {option: Setting(value)}
+        return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
+
+    def _recipes_of(self, early: Layer) -> list[Layer]:
+        values = {**self.options.defaults, **self._values(early)}
+        return [settings for option, value, settings in self._recipes if values[option] == value]
 
     def on_resume(self, flag: str) -> OnResume:
         """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
@@ -262,6 +280,8 @@ class Parser:
                     raise BadInput(key, settings[key].value, expected)
                 choices[key] = Choice(entry.options.path, resolver.options(entry.options, key, {}))
             elif classes is None:
+                if key in settings:
+                    raise BadInput(key, settings[key].value, f"a name after it, as --{key}.NAME VALUE")
                 choices[key] = {name: setting.value for name, setting in below(key, resolver.settings).items()}
                 resolver.flags |= {f"{key}.{name}": (value, "") for name, value in choices[key].items()}
             elif entry.named:
@@ -316,14 +336,18 @@ class Parser:
         check_same(before, after, folder, self.on_resume, new)
 
     def summary(self, config: Namespace) -> str:
-        """Name all choices but the optimizer in one line: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        """Name choices but the optimizer, and the recipe: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
         parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
-            if key in self.classes and not key.endswith(tuple(training.RATES)) and chosen:
-                parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
+            if key in self.classes and not key.endswith((*training.RATES, "metric")) and chosen:
+                parts[key] = (
+                    " ".join(rows.list_used(config, key)) if entry.named else str(getattr(chosen, "name", chosen))
+                )
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
+        if recipe := vars(config).get("recipe"):
+            parts["recipe"] = recipe
         return ", ".join(f"{key} {what}" for key, what in parts.items())
 
     def as_dict(self, config: Namespace) -> dict[str, Any]:
@@ -331,6 +355,8 @@ class Parser:
         settings = {}
         for key, entry in self.entries.items():
             value = plain(vars(config)[key])
+            if entry.named and key in self.classes:  # without a default's name it would come back
+                value |= {name: None for name in below(key, self._defaults) if "." not in name and name not in value}
             if value or not self._is_empty(key):
                 settings[key] = value["init_args"] if entry.options is not None else value
         return settings | {name: self.options.plain(name, vars(config)[name]) for name in self.options.hints}
@@ -348,7 +374,10 @@ class Parser:
 
     def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
-            resolver = self._resolve(self._merge([self._defaults, *layers]))[0]
+            settings = self._merge([*self._new_run(self._merge(layers)), *layers])
+            resolver = self._resolve(settings)[0]
         except BadInput:
-            resolver = self._resolve(self._defaults)[0]
-        return usage.text(self, resolver.flags, topics, layers[-1])
+            settings = self._defaults
+            resolver = self._resolve(settings)[0]
+        flags = {name: (settings[name].value, about) for name, about in self.options.help.items() if name in settings}
+        return usage.text(self, {**flags, **resolver.flags}, topics, layers[-1])

@@ -44,11 +44,15 @@ class Resolver:
             self.settings |= {key: self.settings.get(start, Setting(None)), **copied, **given}
 
     def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
-        """Return the choices below a key by their names."""
+        """Return the choices below a key by their names; `null` at a name is none."""
         if key in self.settings:
             expected = f"a name and a class, as --{key}.mine {next(iter(classes.by_name))}"
             raise BadInput(key, self.settings[key].value, expected)
-        settings = below(key, self.settings)
+        named = below(key, self.settings)
+        settings = {flag: new for flag, new in named.items() if "." in flag or read_value(new.value, flag) is not None}
+        if named and not settings:
+            raise BadInput(f"{key}.{next(iter(named))}", "null", f"a class, here or at another name of --{key}")
+        self.flags |= {f"{key}.{name}": (None, "") for name in named if "." not in name and name not in settings}
         names = dict.fromkeys(flag.split(".")[0] for flag in settings)
         for flag, setting in settings.items():
             name = flag.split(".")[0]
@@ -80,11 +84,13 @@ class Resolver:
                 self.settings = {**layer(entry, setting.source, f"{key}.{i}"), **self.settings}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
         chosen, sets = classes.find(name, key)
-        if not isinstance(chosen, type):
+        if not callable(chosen):
             end = "" if chosen is None else f"; {chosen} is a name without options"
             self._find_unknown(key, (), lambda _: f"--{key} with the name of a class beside it{end}")
             return chosen
-        return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
+        return Choice(
+            classes.path(chosen, name), self.options(options_of(chosen, classes.arguments_to_skip(chosen)), key, sets)
+        )
 
     def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""

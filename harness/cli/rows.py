@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 def is_reserved(name: str) -> bool:
     """Return whether a fit, a folder or an attribute of torch's ModuleDict has this name."""
-    return bool(re.fullmatch(r"teacher|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
+    return bool(re.fullmatch(r"teacher(-.*)?|students(-\d+)?|checkpoints", name)) or hasattr(nn.ModuleDict(), name)
 
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
@@ -69,7 +69,9 @@ def rows(config: Namespace) -> dict[str, Row]:
 
 
 def list_used(config: Namespace, key: str) -> list[str]:
-    """List the names of the choices at a key that the rows of `--only` use."""
+    """List the names of the choices at a key that the rows of `--only` use; all names where rows don't choose."""
+    if key not in {STUDENTS, VARIANTS}:
+        return list(vars(config)[key])
     names = (row.student if key == STUDENTS else row.variant for row in rows(config).values())
     return list(dict.fromkeys(name for name in names if name is not None))
 

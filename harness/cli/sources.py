@@ -160,6 +160,8 @@ def as_written(settings: Layer) -> Iterator[None]:
         while flag and flag not in settings:
             flag = flag.rpartition(".")[0]
         source = settings[flag].source if flag else ""
+        if source.startswith("--") and not all(setting.source for setting in below(flag, settings).values()):
+            source = ""  # of a recipe's class some options are the user's
         if flag == error.argument and flag:
             value = settings[flag].value
             value = " ".join(map(str, value)) if isinstance(value, list) and not source else value

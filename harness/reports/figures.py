@@ -3,12 +3,13 @@
 import io
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from harness.reports.uncertainty import t_interval
+from harness.reports.uncertainty import Interval, t_interval
 from lit_modules.tasks import ACCURACY, Metric
 
 if TYPE_CHECKING:  # it takes a second to be imported
@@ -81,16 +82,26 @@ class Dot:
         self.look: dict[str, Any] = {"color": self.style.color, "marker": self.style.marker}
 
 
-def metric_picture(dots: Sequence[Dot], cost: str, teacher: float | None = None) -> bytes:
+def metric_picture(
+    dots: Sequence[Dot],
+    cost: str,
+    teacher: float | None = None,
+    differences: Mapping[str, tuple[Interval, Interval]] = MappingProxyType({}),
+    to: str = "",
+) -> bytes:
     """Draw a PNG: left each student's seeds, mean and 95 % interval, right the mean against `cost`.
 
-    All dots have one metric; `teacher`, the teacher's mean in its unit, is drawn as a line.
+    Between them, if there are any, `differences`: by the names of dots the interval alone and the corrected one, with
+    the label `to`. All dots have one metric; `teacher`, the teacher's mean in its unit, is drawn as a line.
     """
-    with figure(11, max(3.2, 1.5 + 0.34 * len(dots))) as (drawn, png):
-        left, right = drawn.subplots(1, 2, width_ratios=(1.1, 1))
+    ratios = (1.1, 1.1, 1) if differences else (1.1, 1)
+    with figure(4 + 3.5 * len(ratios), max(3.2, 1.5 + 0.34 * len(dots))) as (drawn, png):
+        left, *middle, right = drawn.subplots(1, len(ratios), width_ratios=ratios)
         for axes in (left, right):
             axes.ticklabel_format(useOffset=False)  # 94.2, not 0.2 and a "+94" in the corner
         _values(left, dots, dots[0].metric)
+        for axes in middle:
+            _differences(axes, dots, differences, to)
         if teacher is not None:
             for draw in (left.axvline, right.axhline):
                 draw(teacher, color=GREY, linestyle="--", linewidth=1.2, label="teacher")
@@ -159,6 +170,24 @@ def _values(axes: "Axes", dots: Sequence[Dot], metric: Metric) -> None:
     axes.set_ylim(len(dots) - 0.4, -0.6)
     axes.set_xlabel(metric.title)
     axes.set_title("mean, 95 % interval, each seed", fontsize=10, color=GREY)
+
+
+def _differences(
+    axes: "Axes", dots: Sequence[Dot], differences: Mapping[str, tuple[Interval, Interval]], label: str
+) -> None:
+    """Draw differences on the rows of the dots: thick the interval alone, thin the corrected one, which is wider."""
+    for row, dot in enumerate(dots):
+        for interval, width in zip(differences.get(dot.name, ()), (3.5, 1.0), strict=False):
+            low, mean, high = (dot.metric.scale * (interval[key] or 0.0) for key in ("low", "mean", "high"))
+            axes.plot(
+                (low, high), (row, row), color=dot.style.color, linewidth=width, solid_capstyle="butt", marker="|"
+            )
+            axes.scatter([mean], [row], s=46, zorder=3, edgecolors="white", **dot.look)
+    axes.axvline(0, color=GREY, linewidth=1.2)
+    axes.set_yticks(range(len(dots)), [""] * len(dots))
+    axes.set_ylim(len(dots) - 0.4, -0.6)
+    axes.set_xlabel(label)
+    axes.set_title("95 % interval: alone (thick), corrected (thin)", fontsize=10, color=GREY)
 
 
 def _against_cost(axes: "Axes", dots: Sequence[Dot], metric: Metric, cost: str) -> None:

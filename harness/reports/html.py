@@ -32,16 +32,15 @@ def repeat_section(commands: Sequence[str]) -> list[Section]:
 def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Section] = ()) -> str:
     """Return the HTML of a Markdown page, whose pictures are these PNGs by file name, and of sections below it.
 
-    Tables are sorted by a click on a column's head.
+    The heads of tables are buttons that sort them. Plots are as wide as the window has room for.
     """
     from jinja2 import Environment
 
     frame = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    parts = [
-        {"title": section.title, "text": _html(section.text) + "".join(map(_img, section.pictures)),
-         "plots": section.plots}
-        for section in sections
-    ]  # fmt: skip
+    parts = []
+    for section in sections:
+        shown = _html(section.text) + "".join(_img(png, section.title) for png in section.pictures)
+        parts.append({"title": section.title, "text": shown, "plots": section.plots})
     text = PICTURE.sub(
         lambda match: _img(pictures[match[2]], match[1]) if match[2] in pictures else match[1], _html(markdown)
     )
@@ -69,11 +68,10 @@ def _html(markdown: str) -> str:
     converter.preprocessors.deregister("html_block")
     converter.inlinePatterns.deregister("html")
     converted: str = converter.convert(markdown)
-    return converted.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
-        "</table>", "</table></div>"
-    )
+    opened = converted.replace("<table>", '<div class="scroll" tabindex="0"><table>')
+    return opened.replace("</table>", "</table></div>")
 
 
-def _img(png: bytes, alt: str = "") -> str:
+def _img(png: bytes, alt: str) -> str:
     data, kind = base64.b64encode(png).decode(), "scroll" if int.from_bytes(png[16:20]) > WIDE else "picture"
     return f'<div class="{kind}"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.reports import html, mistakes, pages, plots, tuning
+from harness.reports import differences, html, mistakes, pages, plots, tuning
 from harness.reports.html import Section
 from harness.reports.measures import COST, ON_PAGE, PARAMETERS
 from harness.reports.results import Results
@@ -57,9 +57,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
         *plots.curves(results, "train/loss", "training loss"),
     ]
     plotted = [
-        Section(
-            "Differences", "\n\n".join([_DIFFERENCES, *pages.another_test_set(results)]), plots.differences(results)
-        ),
+        Section("Differences", "\n\n".join([_DIFFERENCES, *differences.section(results)]), plots.differences(results)),
         Section(
             "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
         ),
@@ -81,7 +79,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
     return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
-_DIFFERENCES = "Each student's paired difference over seeds, and its 95 % interval, taken alone."
+_DIFFERENCES = "Each student's paired difference with its intervals over seeds: thick alone, thin corrected."
 _LEARNT = "Objectives of the students:"
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "

@@ -62,7 +62,7 @@ def class_names(results: Results) -> list[str]:
 
 def frequent(results: Results) -> list[tuple[int, int, float]]:
     """Find the classes that students confuse most: label, class, share of the label's samples over all students."""
-    of_students = [shares for name, shares in confusions(results).items() if name != "teacher"]
+    of_students = [shares for name, shares in confusions(results).items() if name in results.students]
     if not of_students:
         return []
     shares = np.mean(of_students, axis=0)

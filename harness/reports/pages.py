@@ -2,14 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.reports import samples, tuning
+from harness.reports import differences, tuning
 from harness.reports.figures import Dot, metric_picture
 from harness.reports.measures import COST, IN_TABLE, STEP, Figure
 from harness.reports.report import machine
-from harness.reports.results import NetResults, Results, Scores, StudentResults, TeacherResults
+from harness.reports.results import (
+    NetResults,
+    Results,
+    Scores,
+    StudentResults,
+    TeacherResults,
+    averaged_key,
+    differences_to,
+)  # fmt: skip
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
-from harness.reports.uncertainty import conclude, lead, paired_differences
+from harness.reports.uncertainty import conclude, lead
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
@@ -30,7 +38,7 @@ def markdown(results: Results) -> str:
         head(results, results.metric, results.pooled),
         table(results).markdown(),
         *notes(results),
-        *another_test_set(results),
+        *differences.section(results),
         f"Objectives of the students:\n\n{learnt(results)}",
         drawn,
         *_tuned(results),
@@ -51,24 +59,6 @@ def lead_paragraph(results: Results) -> str:
     reached = join_words([f"{name} {score}{unit * (score != NONE)}" for name, score in scores.items()])
     answer = " ".join(conclusions(results)) or f"{reached}."
     return f"**Question.** {question(results)}\n\n**Answer, and how sure it is.** {answer}"
-
-
-def another_test_set(results: Results) -> list[str]:
-    """Write the intervals that also hold for other test sets of this size; nothing where there are none."""
-    metric, rows = results.metric, []
-    for name, student in results.students.items():
-        if student.delta_vs_ce is None or name == student.baseline or student.baseline not in results.students:
-            continue
-        interval = samples.difference_over_both(results, name, student.baseline)
-        if interval is not None and interval["low"] is not None:
-            rows.append([name, metric.difference(student.delta_vs_ce), metric.difference(interval)])
-    if not rows:
-        return []
-    header = ["variant", f"Δ over seeds, {metric.unit}", f"Δ over seeds and test {metric.counted}, {metric.unit}"]
-    explained = (
-        "Intervals over seeds are of this test set; those over seeds and samples together hold for others of its size."
-    )
-    return [explained, Table(header, rows).markdown()]
 
 
 def _tuned(results: Results) -> list[str]:
@@ -109,21 +99,23 @@ def listing(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
 
 
 def table(results: Results, scores_first: bool = False) -> Table:
-    """Return one line for the teacher and one for each student.
+    """Return one line for each teacher and one for each student.
 
     `scores_first` puts the scores and differences beside the names, where a small screen shows them.
     """
     metric, nets, students = results.metric, results.nets, results.students
+    teachers, blank = results.teachers, [NONE] * len(results.teachers)
     figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
-    names = ("variant", ["teacher", *(star_failed(name, student.failed) for name, student in students.items())])
+    names = ("variant", [*teachers, *(star_failed(name, student.failed) for name, student in students.items())])
     kind = [
-        ("objective", [NONE, *(student.objective for student in students.values())]),
+        ("objective", [*blank, *(student.objective for student in students.values())]),
         *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
-        (f"Δ to ce, {metric.unit}", [NONE, *differences]),
+        *_averages(results),
+        (f"Δ to ce, {metric.unit}", [*blank, *differences]),
     ]
     costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
     if scores_first:
@@ -134,6 +126,14 @@ def table(results: Results, scores_first: bool = False) -> Table:
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
     """Write the mean of a score over all nets."""
     return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
+
+
+def _averages(results: Results) -> list[tuple[str, list[str]]]:
+    """Return the column of the metric by moving averages of weights, where students have them."""
+    metric, key = results.metric, averaged_key(results.metric)
+    title = f"by EMA of weights, {metric.columns[metric.name].rpartition(', ')[2]}"
+    cells = [metric.mean(net.scores[key]) if key in net.scores else NONE for net in results.nets.values()]
+    return [(title, cells)] if any(cell != NONE for cell in cells) else []
 
 
 def _difference(name: str, student: StudentResults, metric: Metric) -> str:
@@ -149,15 +149,26 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
     """
     students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
-    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
-    if results.teacher.nets < len(seeds):
-        lines.append("teacher: one net, tested once, which taught with every seed.")
+    lines = [f"{metric.word[0].upper()}{metric.word[1:]}: mean{spread}." if spread else ""]
+    lines += [
+        f"{name}: one net, tested once, which taught with every seed."
+        for name, teacher in results.teachers.items()
+        if teacher.nets < len(seeds)
+    ]
+    if (decay := results.config.get("ema")) is not None:
+        lines.append(
+            f"EMA: of moving averages of weights (--ema {decay}), in each student's folder ema; all else is of "
+            "the weights themselves."
+        )
+    lines += [f"{name}: taught by {of}." for name, student in students.items() if (of := student.taught_by)]
     lines += [
         f"{name}: its net became a {student.net}, which these figures are of."
         for name, student in students.items()
         if student.net
     ]
-    lines += _labels(results) + _kept_teacher(results) + _best_epochs(results) + ended_early(results)
+    lines += (
+        _labels(results) + _kept_teacher(results) + _best_epochs(results) + _budgets(results) + ended_early(results)
+    )
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
     baselines = dict.fromkeys(student.baseline for student in students.values())
     lines += conclusions(results) if concluded else []
@@ -171,14 +182,14 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
 
 def conclusions(results: Results) -> list[str]:
     """Say for each baseline which students differ from it, and how sure that is."""
-    metric, lines = results.metric, []
-    scores = {name: student.scores[metric.name] for name, student in results.students.items()}
-    for baseline in dict.fromkeys(student.baseline for student in results.students.values()):
-        if baseline in scores:
-            others = [name for name, of in results.students.items() if of.baseline == baseline != name]
-            differences = {name: paired_differences(scores[name], scores[baseline]) for name in others}
-            lines.append(conclude(baseline, differences, metric))
-    return [line for line in lines if line]
+    students, metric = results.students, results.metric
+    sentences = []
+    for baseline in dict.fromkeys(student.baseline for student in students.values()):
+        if baseline in students:
+            paired = differences_to(baseline, students, metric)
+            others = {name: values for name, values in paired.items() if name != baseline}
+            sentences.append(conclude(baseline, others, metric))
+    return [sentence for sentence in sentences if sentence]
 
 
 def question(results: Results) -> str:
@@ -210,12 +221,15 @@ def _labelled(results: Results) -> int | None:
 
 
 def _labels(results: Results) -> list[str]:
-    """Say which labels students and teacher had, if the students had only some."""
+    """Say which labels students and teacher had, if the students had only some, or some are wrong."""
     config, total, labelled = results.config, results.data.get("train"), _labelled(results)
-    if labelled is None:
-        return []
-    teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
-    return [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    noise, lines = (config.get("data") or {}).get("init_args", {}).get("label_noise"), []
+    if labelled is not None:
+        teacher = "was trained with all labels" if config.get("teacher_ckpt") is None else "was loaded"
+        lines += [f"students: labels of {count(labelled)} of {count(total)} training samples; the teacher {teacher}."]
+    if noise:
+        lines += [f"label noise: {100 * noise:g} % of the training labels are another class, on purpose; no others."]
+    return lines
 
 
 def _kept_teacher(results: Results) -> list[str]:
@@ -239,6 +253,19 @@ def _best_epochs(results: Results) -> list[str]:
     return [
         f"Each net has the weights of its best epoch by {monitor} (the earliest of equals), seed by seed: {epochs}."
     ]
+
+
+def _budgets(results: Results) -> list[str]:
+    """Say what students' time was, and how many steps they took in it."""
+    if (seconds := results.config.get("student_seconds")) is None:
+        return []
+    steps = {name: student.trained_steps for name, student in results.students.items() if student.trained_steps}
+    counts = {name: join_words([NONE if n is None else count(n) for n in of_seeds]) for name, of_seeds in steps.items()}
+    taken = "; ".join(f"{name} {of_seeds}" for name, of_seeds in counts.items()) or "none of them used it up"
+    alone = (
+        "each student had the time of so many steps of its own, timed alone on this machine, on which figures depend"
+    )
+    return [f"--student_seconds {seconds:g}: {alone}. Steps, seed by seed: {taken}."]
 
 
 def planned_epochs(run: Header) -> int | None:
@@ -265,7 +292,7 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
             nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
-    why = "by --early_stopping, --trainer.max_time or max_steps, or a callback"
+    why = "by --early_stopping, --student_seconds, --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 
@@ -287,9 +314,13 @@ def star_failed(name: str, failed: Sequence[Failure | None]) -> str:
 
 
 def picture(results: Results) -> bytes:
-    """results.png: the metric with its intervals, and against the cost of training."""
+    """results.png: the metric with its intervals, the differences with theirs, and the metric against the cost."""
     label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
-    return metric_picture(students, label, teacher.mean if teacher.scores else None)
+    rows = [row for row in differences.rows(results) if row.single["low"] is not None]
+    compared = {row.name: (row.single, row.corrected or row.single) for row in rows}
+    baselines = {student.baseline for student in results.students.values()}
+    to = f"Δ to {baselines.pop() if len(baselines) == 1 else 'ce of the same net'}, {results.metric.unit}"
+    return metric_picture(students, label, teacher.mean if teacher.scores else None, compared, to)
 
 
 def dots(results: Results, cost: Figure) -> tuple[str, list[Dot]]:

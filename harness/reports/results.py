@@ -11,9 +11,10 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
-from harness.reports.uncertainty import Interval, paired_differences, paired_interval
+from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
-from lit_modules.tasks import ACCURACY, METRICS, Metric
+from lit_modules.run_metrics import EMA
+from lit_modules.tasks import ACCURACY, METRICS, Metric, metric_of
 
 BASELINE = "ce"
 SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net
@@ -150,9 +151,11 @@ class StudentResults(NetResults):
     objective: str  # the name of what it learns by
     failed: Sequence[Failure | None] = ()  # for each seed, where its loss stopped being finite, if it did
     net: str | None = None  # the class of its net, if its objective replaced the one that was chosen
+    taught_by: str | None = None  # its teachers, if it has others than `teacher`
     variant: str | None = None  # its method, where its name begins with that of a net
     baseline: str = BASELINE  # the student that its difference is to
-    delta_vs_ce: Interval | None = None  # the difference with its interval
+    delta_vs_ce: Interval | None = None  # the difference with its interval, of this comparison alone
+    delta_vs_ce_corrected: Interval | None = None  # the same, corrected for all comparisons to its baseline (Holm)
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -162,9 +165,10 @@ class StudentResults(NetResults):
     def to_json(self) -> dict[str, Any]:
         named = {"variant": self.variant, "baseline": self.baseline} if self.variant else {}
         return {
-            "objective": self.objective, **({"net": self.net} if self.net else {}), **super().to_json(),
+            "objective": self.objective, **({"net": self.net} if self.net else {}),
+            **({"taught_by": self.taught_by} if self.taught_by else {}), **super().to_json(),
             "failed": [failure and asdict(failure) for failure in self.failed], "delta_vs_ce": self.delta_vs_ce,
-            **named,
+            "delta_vs_ce_corrected": self.delta_vs_ce_corrected, **named,
         }  # fmt: skip
 
 
@@ -173,16 +177,21 @@ class Results(Header):
     """What results.json says of a comparison of students."""
 
     metric: Metric  # what nets are judged by
-    teacher: TeacherResults  # the teachers
+    teacher: TeacherResults  # the teachers of all seeds
     students: dict[str, StudentResults]  # by name, in the order of the table
     students_fit_seconds: Sequence[float] = ()  # for each seed, of all students together
     classes: Sequence[str] = ()  # their names, if they have any
     search: Search | None = None  # of settings, if there was one
     pooled: Sequence[str] = ()  # the runs whose seeds these are, if it is several
+    more_teachers: Mapping[str, TeacherResults] = field(default_factory=dict)  # others, by the names of their rows
 
     @property
     def nets(self) -> dict[str, NetResults]:
-        return {"teacher": self.teacher, **self.students}
+        return {**self.teachers, **self.students}
+
+    @property
+    def teachers(self) -> dict[str, TeacherResults]:
+        return {"teacher": self.teacher, **self.more_teachers}
 
     def seconds_of_seed(self) -> dict[int, float]:
         """Return how long the students of each seed took."""
@@ -193,16 +202,25 @@ class Results(Header):
         named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
         named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
-        parts = {"metric": METRICS[facts["metric"]["name"]], "teacher": TeacherResults.read(facts["teacher"])}
-        return cls(**{**named, **parts, "students": students, "search": Search.read(facts)})
+        parts: dict[str, Any] = {
+            "metric": metric_of(facts["metric"]),
+            "teacher": TeacherResults.read(facts["teacher"]),
+        }
+        more = {name: TeacherResults.read(teacher) for name, teacher in facts.get("more_teachers", {}).items()}
+        return cls(**{**named, **parts, "students": students, "more_teachers": more, "search": Search.read(facts)})
 
     def to_json(self) -> dict[str, Any]:
+        more = {name: teacher.to_json() for name, teacher in self.more_teachers.items()}
         return {
             **super().to_json(),
-            "metric": {"name": self.metric.name, "higher_is_better": self.metric.higher_is_better},
+            "metric": {
+                "name": self.metric.name, "higher_is_better": self.metric.higher_is_better,
+                **({} if self.metric.name in METRICS else {"path": self.config["metric"]["class_path"]}),
+            },
             "students_fit_seconds": self.students_fit_seconds, "classes": self.classes,
             "teacher": self.teacher.to_json(),
             "students": {name: student.to_json() for name, student in self.students.items()},
+            **({"more_teachers": more} if more else {}),
             **(self.search.to_json() if self.search else {}),
             **({"pooled": self.pooled} if self.pooled else {}),
         }  # fmt: skip
@@ -215,6 +233,8 @@ def combine(
     students_fit_seconds: Sequence[float],  # for each seed, of all students together
     metric: Metric = ACCURACY,
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
+    taught: Mapping[str, str] = MappingProxyType({}),  # the teachers of students that have others than `teacher`
+    more_teachers: Mapping[str, Sequence[FitRecord]] = MappingProxyType({}),  # by the names of their rows
 ) -> Results:
     """Combine the records of each seed; None stands for what can't be computed.
 
@@ -224,29 +244,47 @@ def combine(
         ValueError: a list does not have one entry per seed.
     """
     seeds = len(header.seeds)
-    rows: dict[str, Sequence[Any]] = {"teacher": teachers, "students_fit_seconds": students_fit_seconds, **students}
+    rows: dict[str, Sequence[Any]] = {"teacher": teachers, **more_teachers, **students}
+    rows["students_fit_seconds"] = students_fit_seconds
     for name, row in rows.items():
         if len(row) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(row)}")
     combined = {name: combine_student(records, metric) for name, records in students.items()}
     for name, student in combined.items():
+        student.taught_by = taught.get(name)
         if (variant := variants.get(name, name)) != name:
             student.variant, student.baseline = variant, name.removesuffix(variant) + BASELINE
-        baseline = combined.get(student.baseline)
-        baseline_scores = baseline.scores[metric.name] if baseline else [None] * seeds
-        student.delta_vs_ce = paired_interval(paired_differences(student.scores[metric.name], baseline_scores))
+    for baseline in dict.fromkeys(student.baseline for student in combined.values()):
+        differences = differences_to(baseline, combined, metric)
+        corrected = corrected_intervals({name: differences[name] for name in differences if name != baseline})
+        for name, values in differences.items():
+            combined[name].delta_vs_ce = paired_interval(values)
+            combined[name].delta_vs_ce_corrected = corrected.get(name)
     if header.config.get("zoo"):
         combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
-    nets, loaded = [teacher.nets["teacher"] for teacher in teachers], all(fit.fit_seconds is None for fit in teachers)
-    one_teacher = loaded and "{seed}" not in (header.config.get("teacher_ckpt") or "")
+    by_seed = "{seed}" in (header.config.get("teacher_ckpt") or "")
+    others = {name: _combine_teachers(name, fits, metric, by_seed=False) for name, fits in more_teachers.items()}
     return Results(
         **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
-        teacher=TeacherResults(
-            **_combine(nets, metric), nets=1 if one_teacher else seeds, max_epochs=teachers[0].max_epochs,
-            fit_seconds=[teacher.fit_seconds for teacher in teachers],
-            sampled={key: nets[0].samples[key] for key in SAMPLED if key in nets[0].samples},
-        ),
+        teacher=_combine_teachers("teacher", teachers, metric, by_seed), more_teachers=others,
     )  # fmt: skip
+
+
+def _combine_teachers(row: str, fits: Sequence[FitRecord], metric: Metric, by_seed: bool) -> TeacherResults:
+    """Combine the teachers of a row, which if loaded are one net, unless each seed has its own file (`by_seed`)."""
+    nets, loaded = [fit.nets[row] for fit in fits], all(fit.fit_seconds is None for fit in fits)
+    return TeacherResults(
+        **_combine(nets, metric), nets=1 if loaded and not by_seed else len(fits), max_epochs=fits[0].max_epochs,
+        fit_seconds=[fit.fit_seconds for fit in fits],
+        sampled={key: nets[0].samples[key] for key in SAMPLED if key in nets[0].samples},
+    )  # fmt: skip
+
+
+def differences_to(baseline: str, students: Mapping[str, StudentResults], metric: Metric) -> dict[str, list[float]]:
+    """Return the paired differences to a baseline of the students that have it, itself too; none without it."""
+    scores = {name: student.scores[metric.name] for name, student in students.items() if student.baseline == baseline}
+    others = students[baseline].scores[metric.name] if baseline in students else ()
+    return {name: paired_differences(values, others or [None] * len(values)) for name, values in scores.items()}
 
 
 def _rank(scores: Scores, metric: Metric) -> float:
@@ -264,7 +302,7 @@ def combine_student(records: Sequence[NetRecord], metric: Metric) -> StudentResu
 def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     """Combine what teachers and students have in common; a net that failed has no figure but those of its kind."""
     trained = [{} if net.failed else net.figures for net in records]
-    of_seeds = [*metric.tested]
+    of_seeds = [*metric.tested, *(key for key in [averaged_key(metric)] if any(key in net for net in trained))]
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
         figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
@@ -280,6 +318,11 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
         "trained_steps": _where_any([net.trained_steps for net in records]),
         "best_epochs": _where_any([None if net.failed else net.best_epoch for net in records]),
     }  # fmt: skip
+
+
+def averaged_key(metric: Metric) -> str:
+    """Return the key of a metric of the moving averages of weights."""
+    return f"test_{EMA}{metric.score}"
 
 
 def _where_any(values: list[Any]) -> list[Any]:

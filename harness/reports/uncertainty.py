@@ -19,21 +19,38 @@ Interval = dict[str, float | None]
 CONFIDENCE = 0.95
 POWER = 0.8
 MOST_SEEDS = 10_000
+MOST_LISTED = 6  # intervals in a sentence
 
 
-def t_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean and its 95 % interval by Student's t; bounds are None without a spread, all for no values."""
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Compute the mean and its interval by Student's t; bounds are None without a spread, all for no values."""
     if len({*values}) < 2:
         return {"mean": values[0] if values else None, "low": None, "high": None}
     mean = statistics.mean(values)
-    half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = _quantile(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def paired_interval(differences: Sequence[float]) -> Interval:
+def paired_interval(differences: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Compute `t_interval` of paired differences, one per seed."""
     # Float subtraction gives 0.9 - 0.8 and 0.5 - 0.4 a spread of 1e-16, and so an interval that excludes zero.
-    return t_interval([round(difference, 12) for difference in differences])
+    return t_interval([round(difference, 12) for difference in differences], confidence)
+
+
+def corrected_intervals(differences: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
+    """Compute the intervals of paired differences that exclude zero just where `holm` finds a difference.
+
+    Each has the confidence at which Holm's procedure has tested it: with m comparisons 1 - 0.05 / m for the smallest p,
+    1 - 0.05 / (m - 1) for the next one, and so on up to the first that is not told apart, whose confidence all others
+    have. Comparisons of fewer than two seeds have no interval, and do not count.
+    """
+    p_values = {name: p_value(values) for name, values in differences.items() if len(values) > 1}
+    left, confidences = len(p_values), dict.fromkeys(differences, CONFIDENCE)
+    for name, p in sorted(p_values.items(), key=lambda item: 1.0 if item[1] is None else item[1]):
+        confidences[name] = 1 - (1 - CONFIDENCE) / left
+        if p is not None and p < (1 - CONFIDENCE) / left:
+            left -= 1
+    return {name: paired_interval(values, confidences[name]) for name, values in differences.items()}
 
 
 def crossed_interval(differences: np.ndarray) -> Interval:
@@ -123,8 +140,8 @@ def seeds_for(spread: float, difference: float) -> int | None:
     return 2 + bisect_left(range(2, MOST_SEEDS), -difference, key=lambda seeds: -detectable(spread, seeds))
 
 
-def _quantile(freedom: int) -> float:
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+def _quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def paired_differences(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
@@ -132,10 +149,13 @@ def paired_differences(values: Sequence[float | None], baseline: Sequence[float 
     return [v - b for v, b in zip(values, baseline, strict=True) if v is not None and b is not None]
 
 
-def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY) -> str:
+def conclude(
+    baseline: str, differences: Mapping[str, Sequence[float]], metric: Metric = ACCURACY, file: str = "results.md"
+) -> str:
     """Say in one line which students differ from the baseline by more than the noise between seeds.
 
-    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared.
+    `differences` are paired, by the other students' names, one per seed; empty where a student can't be compared. The
+    line has the corrected intervals, but of more than six it names the `file` that has them.
     """
     pairs = {name: len(values) for name, values in differences.items() if values}
     tested = {name: paired_interval(differences[name]) for name, number in pairs.items() if number > 1}
@@ -143,12 +163,13 @@ def conclude(baseline: str, differences: Mapping[str, Sequence[float]], metric: 
     if not tested:
         claim = f"nothing here says that any other row differs from {baseline} by more than noise"
         return f"One seed gives no interval: {claim}. Use --seeds 3 or more." if single else ""
-    claims = _claims(baseline, tested, holm({name: p_value(differences[name]) for name in tested}), metric)
+    corrected = corrected_intervals({name: differences[name] for name in tested})
+    claims = _claims(baseline, tested, corrected, metric)
     if single:
         claims.append(f"{join_words(single)} had one seed to compare, so no interval")
     few, many = min(pairs[name] for name in tested), max(pairs[name] for name in tested)
     seeds = f"{few}" if few == many else f"{few} to {many}"
-    together = f" Corrected for {len(tested)} comparisons (Holm); the intervals are not." if len(tested) > 1 else ""
+    together = _corrected(corrected, metric, file) if len(tested) > 1 else ""
     spreads = [statistics.stdev(differences[name]) for name, interval in tested.items() if interval["low"] is not None]
     power = _power(statistics.median(spreads), few, len(tested), metric) if spreads else ""
     return f"With {seeds} seeds, {'; '.join(claims)}.{together}{power}"
@@ -185,29 +206,52 @@ def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:
     )
 
 
+def _corrected(intervals: Mapping[str, Interval], metric: Metric, file: str) -> str:
+    """Name the corrected intervals beside those of the table; of many, the file that has them."""
+    known = {name: interval for name, interval in intervals.items() if interval["low"] is not None}
+    if not known:
+        return ""
+    listed = ", ".join(f"{name} {metric.difference(interval)}" for name, interval in known.items())
+    where = listed if len(known) <= MOST_LISTED else f"in {file}"
+    return f" The table's intervals are of single comparisons; corrected for all {len(intervals)} (Holm): {where}."
+
+
 def _claims(
-    baseline: str, tested: Mapping[str, Interval], p_values: Mapping[str, float | None], metric: Metric
+    baseline: str, single: Mapping[str, Interval], corrected: Mapping[str, Interval], metric: Metric
 ) -> list[str]:
-    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "flat": []}
-    for name, interval in tested.items():
-        groups[_kind(interval, p_values[name], metric)].append(name)
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "level": [], "alone": [], "flat": []}
+    for name, interval in single.items():
+        groups[_kind(interval, corrected[name], metric)].append(name)
+
+    def signed(names: Sequence[str]) -> str:
+        return join_words([f"{name} ({metric.signed(single[name]['mean'] or 0.0)})" for name in names])
+
     claims = []
     for word in ("better", "worse"):
         if names := groups[word]:
-            students = join_words([f"{name} ({metric.signed(tested[name]['mean'] or 0.0)})" for name in names])
             verb = "is" if len(names) == 1 else "are"
-            claims.append(f"{students} {verb} {word} than {baseline} beyond the noise between seeds")
+            claims.append(f"{signed(names)} {verb} {word} than {baseline} beyond the noise between seeds")
     if groups["level"]:
         claims.append(f"{join_words(groups['level'])} can't be told apart from {'it' if claims else baseline}")
+    if groups["alone"]:
+        verb, to = "differs" if len(groups["alone"]) == 1 else "differ", "it" if claims else baseline
+        but = f"but can't be told apart from it once all {len(single)} comparisons are corrected for"
+        claims.append(f"{signed(groups['alone'])} {verb} from {to} in a comparison alone, {but}")
     if groups["flat"]:
         claims.append(f"{join_words(groups['flat'])} differed by the same on each seed, which is no measure of noise")
     return claims
 
 
-def _kind(interval: Interval, p: float | None, metric: Metric) -> str:
-    mean = interval["mean"] or 0.0
-    if p is None:  # few seeds and a small test set: the same number of samples each time
+def _kind(single: Interval, corrected: Interval, metric: Metric) -> str:
+    mean = single["mean"] or 0.0
+    if single["low"] is None:  # few seeds and a small test set: the same number of samples each time
         return "flat" if mean else "level"
-    if p >= 1 - CONFIDENCE:
+    if not _excludes_zero(single):
         return "level"
+    if not _excludes_zero(corrected):
+        return "alone"
     return "better" if (mean > 0) == metric.higher_is_better else "worse"
+
+
+def _excludes_zero(interval: Interval) -> bool:
+    return (interval["low"] or 0.0) > 0 or (interval["high"] or 0.0) < 0

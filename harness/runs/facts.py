@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from datamodules.preparation import Preparation
@@ -14,6 +14,7 @@ KEYS = (
     "inputs",
     "versions",
     "commit",
+    "taught_by",
 )  # in net.yaml; those of older versions have the first or none
 
 
@@ -27,6 +28,7 @@ class NetFacts:
         classes: names of its logits' classes, in their order; empty if they have none.
         versions: of the packages with which it was trained.
         commit: of the code that trained it, with `-dirty` for a changed checkout; None if that is not known.
+        taught_by: of a student that learnt from others than `teacher`, their folders beside its own, and weights.
     """
 
     task: str
@@ -34,6 +36,7 @@ class NetFacts:
     classes: tuple[str, ...] = ()
     versions: Mapping[str, str]
     commit: str | None = None
+    taught_by: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -45,13 +48,15 @@ class NetFacts:
         return cls(
             task=facts["task"], inputs=Preparation.read(facts["inputs"]), classes=classes, versions=versions,
             commit=None if commit is None else str(commit),
+            taught_by={str(name): float(weight) for name, weight in facts.get("taught_by", {}).items()},
         )  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as net.yaml has it."""
         classes = {"classes": [*self.classes]} if self.classes else {}
         rest = {"inputs": self.inputs.to_plain(), "versions": {**self.versions}, "commit": self.commit}
-        return {**classes, "task": self.task, **rest}
+        taught_by = {"taught_by": {**self.taught_by}} if self.taught_by else {}
+        return {**classes, "task": self.task, **rest, **taught_by}
 
     def values(self) -> dict[str, Any]:
         """Return its values by the names that exported files have."""

@@ -125,6 +125,13 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
                 raise BadInput(f"{flag}.{option}", value, f"{expected}, as {folder / 'net.yaml'} has it")
 
 
+def teachers_beside(folder: str | Path) -> dict[Path, float]:
+    """Return the folders of the teachers of a run's student, RUN/seed<k>/teacher by default, and their weights."""
+    facts = read_facts(folder)
+    taught_by = facts.taught_by if facts else {}
+    return {Path(folder).resolve().parent / name: weight for name, weight in (taught_by or {"teacher": 1.0}).items()}
+
+
 def read_classes(folder: str | Path) -> tuple[str, ...]:
     """Read the names of the classes in a folder's `net.yaml`; none if there is no such file, or it has none."""
     try:

@@ -14,9 +14,9 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from harness import cli
 from harness.cli.rows import VARIANTS
+from harness.runs.taught import BY_TEACHER, TEACHER, Shares, is_teacher, teachers_of
 from lit_modules.objectives import Objective
 
-TEACHER = "teacher"  # its flag, and the name of its fit and folder
 SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of nets that learn from labels alone
 
 
@@ -30,6 +30,7 @@ class Arm:
     variant: str = ""  # the name of the method in --variants
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # options of the optimizer that replace the run's
     trial: int | None = None  # the number of its setting, where a search tries several of a row
+    teachers: Shares = field(default_factory=lambda: {**BY_TEACHER})  # that it learns from
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ class Arm:
 
     def settings(self, config: Namespace) -> Namespace:
         """Return the run's settings with its own options of the optimizer; a teacher's with all that are its own."""
-        if self.net == TEACHER:
+        if is_teacher(self.net):
             return of_teacher(config)
         if not self.optimizer:
             return config
@@ -138,7 +139,10 @@ class FitPlan:
 def arms(config: Namespace) -> dict[str, Arm]:
     """Return the arms of `--only`, and those that they learn from, by name, with the user's settings."""
     rows = cli.rows(Namespace(**{**vars(config), "only": None}))
-    all_arms = {name: Arm(name, row.net, config.variants[row.variant], row.variant) for name, row in rows.items()}
+    taught, methods = teachers_of(config, rows), config.variants
+    all_arms = {
+        name: Arm(name, row.net, methods[row.variant], row.variant, teachers=taught[name]) for name, row in rows.items()
+    }
     names, queue = set[str](), deque(cli.rows(config))
     while queue:
         name = queue.popleft()

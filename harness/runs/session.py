@@ -96,13 +96,13 @@ class Session:
 
     @contextmanager
     def batches_of(self, rows: int | None) -> Iterator[None]:
-        """Let the data's batches have so many rows inside, as many as usual for None."""
+        """Let the data's training batches have so many rows inside, as many as usual for None."""
         usual = self.data.batch_size
-        self.data.batch_size = rows or usual
+        self.data.batch_size, self.data.evaluated_rows = rows or usual, usual
         try:
             yield
         finally:
-            self.data.batch_size = usual
+            self.data.batch_size, self.data.evaluated_rows = usual, None
 
     @staticmethod
     def replicas(trainer: Trainer) -> int:

@@ -4,6 +4,7 @@ A finished run may grow: students that are added train in a fit of their own, `s
 the same alone and in company. Teachers are kept, and teachers of new seeds have as many epochs.
 """
 
+import copy
 import itertools
 import math
 from argparse import Namespace
@@ -21,18 +22,28 @@ from harness.runs import environment, safepoints
 from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net
-from harness.runs.plans import TEACHER, Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher, teams
+from harness.runs.plans import Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher, teams
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
+from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
-from harness.studies.choices import check_batch_size, check_modules, check_net, judged_by
+from harness.studies.choices import (
+    check_averages,
+    check_batch_size,
+    check_modules,
+    check_net,
+    judged_by,
+    tell_direction,
+)
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
+from lit_modules.nets import Ensemble
+from strategies import PipelineStrategy
 
 
 class BakeOff:
@@ -45,13 +56,15 @@ class BakeOff:
         self.session = session
         self.arms = arms(session.config)
         self.launcher = build_launcher(session)
+        keys = (key for arm in self.arms.values() for key in arm.teachers)
+        self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
     @property
     def config(self) -> Namespace:
         return self.session.config
 
-    def teacher(self, seed: int) -> LitClassifier:
-        """Build a seed's teacher, with its weights if it is loaded."""
+    def teacher(self, seed: int, key: str = TEACHER) -> LitClassifier:
+        """Build a seed's teacher that a flag chooses, with its weights if it is loaded."""
         raise NotImplementedError
 
     def students(self, seed: int, arms: Iterable[Arm], teacher: nn.Module) -> Distillation:
@@ -59,9 +72,11 @@ class BakeOff:
         raise NotImplementedError
 
     def build(self, plan: FitPlan) -> Learner:
-        if plan.name == TEACHER:
-            return self.teacher(plan.seed)
-        return self.students(plan.seed, plan.arms, load_net(plan.folder(self.session.out) / TEACHER, "out"))
+        first, folder = plan.arms[0], plan.folder(self.session.out)
+        if is_teacher(first.net):
+            return self.teacher(plan.seed, first.net)
+        loaded = {key: load_net(folder / row_of(key), "out") for key in first.teachers}
+        return self.students(plan.seed, plan.arms, merge_teachers(loaded, first.teachers))
 
     def check(self) -> None:
         """Build everything once; under `--zoo`, leave out arms that do not fit the nets, with a line that says why.
@@ -70,42 +85,53 @@ class BakeOff:
             BadInput: something can't be trained.
         """
         session, config, (first, *others) = self.session, self.config, self.config.seeds
-        trainer, is_trained = session.checked_trainer(), has_trained_teacher(session)
+        trainer = session.checked_trainer()
         check_head_only(session)
+        tell_direction(session)
         check_own_settings(session)
-        check_net(session, TEACHER, trainer, trained=not is_trained)
+        check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
+        for key in self.teachers:
+            check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values()):
             check_net(session, net, trainer)
         if "{seed}" in (config.teacher_ckpt or ""):
             for seed in others:
                 self.teacher(seed)
-        teacher = self.teacher(first)
-        if not is_trained:  # before it is frozen
+        teachers = {key: self.teacher(first, key) for key in self.teachers}
+        trained = {key: module for key, module in teachers.items() if not has_trained_teacher(session, key)}
+        for module in trained.values():  # before it is frozen
             with flags_of_teacher(config), session.batches_of(config.teacher_batch_size):
                 session.data.check_replicas(session.replicas(trainer), config.exact)
-                teacher.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
-                check_batch_size(session, teacher)
+                module.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
+                check_batch_size(session, module)
 
-        def build(names: Iterable[str]) -> Distillation:
+        def build(names: Iterable[str]) -> list[Distillation]:
+            built = []
             with flags_of(self.arms.values()):
-                students = self.students(first, [self.arms[name] for name in names], teacher.net)
-                check_modules(session, trainer, teacher, students)
-                students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
-                students.check_optimizer(*_count_steps(session, trainer))
-            return students
+                for group in group_by_teachers([self.arms[name] for name in names]):
+                    shares = group[0].teachers
+                    loaded = {key: copy.deepcopy(teachers[key].net) for key in shares}
+                    students = self.students(first, group, merge_teachers(loaded, shares))
+                    check_modules(session, trainer, *(teachers[key] for key in shares), students)
+                    students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
+                    students.check_optimizer(*_count_steps(session, trainer))
+                    built.append(students)
+            return built
 
         if config.zoo:
             names = zoo.list_fitting(config, session.parser, self.arms, build)
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
-        stages: dict[str, Learner] = {} if is_trained else {TEACHER: teacher}
-        check_batch_size(session, students)
-        check_monitors(session, trainer, students)
-        check_callbacks(session, trainer, {**stages, "students": students})
+        stages: dict[str, Learner] = {row_of(key): module for key, module in trained.items()}
+        check_batch_size(session, *students)
+        check_averages(session, trainer)
+        for students_of_one in students:
+            check_monitors(session, trainer, students_of_one)
+        check_callbacks(session, trainer, {**stages, "students": students[0]})
 
     def run(self, search: Search | None = None) -> None:
         """Train and test teacher and students for each seed, then print and save the table, and what a search found."""
-        seeds, names = self.config.seeds, [TEACHER, *self.arms]
+        seeds, names = self.config.seeds, [*map(row_of, self.teachers), *self.arms]
         with main_first("students"):
             plans = {seed: self.plans(seed) for seed in seeds}
         of_run = [plan for of_seed in plans.values() for plan in of_seed]
@@ -140,8 +166,8 @@ class BakeOff:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
         with self.session.batches_of(plan.batch_size):
             record = fit(self.session, plan, self.build, plans)
-        if plan.name == TEACHER and (fault := record.fault(TEACHER)):
-            expected = f"settings that train the teacher; with seed {plan.seed} {fault}"
+        if is_teacher(plan.arms[0].net) and (fault := record.fault(plan.name)):
+            expected = f"settings that train the {plan.name}; with seed {plan.seed} {fault}"
             with flags_of_teacher(self.config):
                 raise BadInput("optimizer", of_teacher(self.config).optimizer.name, expected)
         return record
@@ -152,7 +178,8 @@ class BakeOff:
         Raises:
             BadInput: a student learns from one that was trained before it.
         """
-        plans, folder = [self.teacher_plan(seed)], self.session.out / f"seed{seed}"
+        plans = [self.teacher_plan(seed, key) for key in self.teachers]
+        folder = self.session.out / f"seed{seed}"
         epochs = self.config.trainer.init_args["max_epochs"]
         members = {path.stem: {*_list_members(folder, path.stem)} for path in sorted(folder.glob("students*.[cj]*"))}
         members = {name: names for name, names in members.items() if names}
@@ -172,23 +199,30 @@ class BakeOff:
         raise AssertionError("there are always more names")
 
     def _divide(self, new: Mapping[str, Arm]) -> list[tuple[Arm, ...]]:
-        """Divide students that have no fit yet into fits, by `--launcher.students`; those of a team share one."""
+        """Divide students that have no fit yet into fits: those of other teachers, and by `--launcher.students`.
+
+        Students of a team share one.
+        """
         most = self.launcher.students if self.launcher else None
-        if most is None:
-            return [tuple(new.values())] if new else []
         fits: list[tuple[Arm, ...]] = []
-        for team in teams(new.values(), self.config):
-            if fits and len(fits[-1]) + len(team) <= most:
-                fits[-1] += team
-            else:
-                fits.append(team)
+        for group in group_by_teachers(new.values()):
+            if most is None:
+                fits.append(tuple(group))
+                continue
+            of_group: list[tuple[Arm, ...]] = []
+            for team in teams(group, self.config):
+                if of_group and len(of_group[-1]) + len(team) <= most:
+                    of_group[-1] += team
+                else:
+                    of_group.append(team)
+            fits += of_group
         return fits
 
-    def teacher_plan(self, seed: int) -> FitPlan:
-        is_trained, arm = has_trained_teacher(self.session), Arm(TEACHER, TEACHER)
-        epochs = None if is_trained else teacher_epochs(self.session)
+    def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
+        is_trained, arm = has_trained_teacher(self.session, key), Arm(row_of(key), key)
+        epochs = None if is_trained else teacher_epochs(self.session, key)
         batch_size = self.config.teacher_batch_size
-        return FitPlan(seed, TEACHER, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
+        return FitPlan(seed, arm.name, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
 
     def _check_peers(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}
@@ -198,10 +232,11 @@ class BakeOff:
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
 
     def _report(self, records: Sequence[Sequence[FitRecord]], search: Search | None) -> None:
-        """Print and save the table, given for each seed the records of the teacher and of the students' fits."""
+        """Print and save the table, given for each seed the records of the teachers and of the students' fits."""
         session, config, data = self.session, self.config, self.session.data
-        teachers = [teacher for teacher, *_ in records]
-        students = [fits for _, *fits in records]
+        rows = [row_of(key) for key in self.teachers]
+        teachers, *others = ([fits[number] for fits in records] for number in range(len(rows)))
+        students = [fits[len(rows) :] for fits in records]
         nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
         results = combine(
             session.header(),
@@ -210,10 +245,49 @@ class BakeOff:
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
             judged_by(config, data),
             variants={name: arm.variant for name, arm in self.arms.items()},
+            taught={name: describe(arm.teachers) for name, arm in self.arms.items() if arm.teachers != BY_TEACHER},
+            more_teachers=dict(zip(rows[1:], others, strict=True)),
         )
         results.classes, results.search, out = list(data.class_names), search, session.out
         save_results(out, results, data.test_images, environment.commands(out))
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
+
+
+def merge_teachers(loaded: Mapping[str, nn.Module], shares: Shares) -> nn.Module:
+    """Return the one teacher, or the weighted mean of several."""
+    return Ensemble([*loaded.values()], [*shares.values()]) if len(loaded) > 1 else next(iter(loaded.values()))
+
+
+def group_by_teachers(arms: Iterable[Arm]) -> list[list[Arm]]:
+    """Split arms into those that have the same teachers with the same weights, in their order."""
+    groups: list[list[Arm]] = []
+    for arm in arms:
+        group = next((group for group in groups if group[0].teachers == arm.teachers), None)
+        if group is None:
+            groups.append([arm])
+        else:
+            group.append(arm)
+    return groups
+
+
+def check_taught(config: Namespace, arms: Mapping[str, Arm], is_pipeline: bool) -> None:
+    """Raise BadInput for teachers that teach nobody, and students that can't learn from those that they have."""
+    used = {key for arm in arms.values() for key in arm.teachers}
+    for name, choice in vars(config).get(TEACHERS, {}).items():
+        if f"{TEACHERS}.{name}" not in used:
+            raise BadInput(f"{TEACHERS}.{name}", choice.name, f"a student that it teaches: --{TAUGHT_BY}.ROW {name}")
+    for arm in arms.values():
+        objective = arm.objective(config)
+        if len(arm.teachers) > 1 and is_pipeline:
+            why = "one teacher under a pipeline, which can't cut the mean of several"
+            raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)
+        if arm.teachers != BY_TEACHER and not objective.uses_teacher:
+            why = f"a method that asks a teacher; {arm.method.name} learns without"
+            raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)
+        for peer in objective.peers:
+            if peer in arms and arms[peer].teachers != arm.teachers:
+                expected = f"students with the same teachers, by --{TAUGHT_BY}"
+                raise BadInput(f"variants.{arm.variant}.peers", peer, expected)
 
 
 def _count_steps(session: Session, trainer: Trainer, epochs: int | None = None) -> tuple[float, int]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from harness.reports import samples
 from harness.runs.plans import Arm, Fit
 from harness.runs.records import Failure, NetRecord
 from lit_modules.learner import Learner
+from lit_modules.run_metrics import EMA
 from strategies.base.private import TorchDispatchMode
 
 Shape = Sequence[int]
@@ -106,6 +107,7 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
     figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in module.net_of(run).parameters()),
         **{f"test_{name}": scores.get(f"{prefix}/{name}") for name in module.scores_of(run).names},
+        **averaged_scores(module, run, scores, prefix),
         "step_ms": None,
         "train_flops": None,
     }
@@ -125,6 +127,12 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
         arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, ended["epochs"],
         list_epochs(module, run), samples=values, trained_steps=ended["steps"], best_epoch=outcome.best_epochs.get(run),
     )  # fmt: skip
+
+
+def averaged_scores(module: Learner, run: str, scores: Mapping[str, float], prefix: str) -> dict[str, float | None]:
+    """Return the test scores of the average of a run's weights, by their keys in a record, if it has one."""
+    names = [name for name in module.scores_of(run).names if name != "correct" and run in module.averaged_scores]
+    return {f"test_{EMA}{name}": scores.get(f"{prefix}/{EMA}{name}") for name in names}
 
 
 def list_epochs(module: Learner, run: str) -> list[dict[str, float | None]]:

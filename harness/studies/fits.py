@@ -22,15 +22,17 @@ from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import TEACHER, Arm, Fit, FitPlan, of_teacher
+from harness.runs.plans import Arm, Fit, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
+from harness.runs.taught import BY_TEACHER, TEACHER, row_of
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
+from harness.studies.budgets import StudentBudget
 from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -62,7 +64,9 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
     run.data.order_seed, run.data.hides_labels = plan.seed, not plan.all_labels
     module = build(plan)
     trained = [(arm, module.net_of(run_of(module, arm))) for arm in plan.arms]
-    exports = [(arm, net, trained_spec(run, arm.net, net)) for arm, net in trained]  # strategies may change its class
+    exports = [  # before a strategy changes the net's class
+        (arm, net, trained_spec(run, arm.net, net, next(iter(arm.teachers)))) for arm, net in trained
+    ]
     show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(run.out, plans, plan))
     score = judged_by(run.config, run.data).score
     outcome = fit_and_test(run, plan, module, score, extended, show)
@@ -78,7 +82,11 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
-                save_net(net, spec, plan.folder(run.out) / arm.name, run.net_facts())
+                taught_by = {} if arm.teachers == BY_TEACHER else {row_of(key): w for key, w in arm.teachers.items()}
+                facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
+                save_net(net, spec, folder, facts)
+                if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
+                    save_net(average, spec, folder / "ema", facts)
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
@@ -146,7 +154,7 @@ def fit_and_test(
         if not plan.is_trained and not _is_finished(module, state, extended):
             with _stop_after_save():
                 callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
-                callbacks += [*run_callbacks(run.config), *([] if plan.until is None else [Until(plan.until)])]
+                callbacks += [*run_callbacks(run.config, plan), *([] if plan.until is None else [Until(plan.until)])]
                 epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
@@ -182,13 +190,15 @@ def _is_finished(module: Learner, state: Mapping[str, Any] | None, extended: boo
     return bool(not extended or {*module.failed, *module.stopped} >= {*module.runs})
 
 
-def run_callbacks(config: Namespace) -> list[Callback]:
-    """Make the callbacks of `--best_epoch` and `--early_stopping`, in an experiment that has them."""
+def run_callbacks(config: Namespace, plan: FitPlan) -> list[Callback]:
+    """Make the callbacks of `--best_epoch` and the like, in an experiment that has them."""
     settings, callbacks = vars(config), list[Callback]()
     if (monitor := settings.get("best_epoch")) is not None:
         callbacks.append(BestEpoch(monitor))
     if (monitor := settings.get("early_stopping")) is not None:
         callbacks.append(StopRuns(monitor, settings["patience"]))
+    if (seconds := settings.get("student_seconds")) is not None and plan.name != TEACHER:
+        callbacks.append(StudentBudget(seconds))
     return callbacks
 
 
@@ -235,7 +245,7 @@ def save_classifier(run: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
     folder = run.out / f"seed{seed}" / net
     loaded = with_seed(0, lambda: load_net(folder, "out"))
-    config = of_teacher(run.config) if net == TEACHER else run.config
+    config = of_teacher(run.config) if net.partition("-")[0] == TEACHER else run.config
     module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(config, run.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")

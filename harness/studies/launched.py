@@ -102,19 +102,21 @@ def run_jobs(session: Session, launcher: Launcher, study: type, plans: Sequence[
 def divide(plans: Sequence[FitPlan]) -> Iterator[tuple[str, tuple[FitPlan, ...], str | None]]:
     """Yield the jobs of fits: each with its name, its fits in order, and the name of the job that it waits for.
 
-    A seed's students follow their teacher, in its job if they are one fit.
+    A seed's teachers are one job. Its students follow them, in their job if they are one fit.
     """
     for seed in dict.fromkeys(plan.seed for plan in plans):
         teachers, others = list[FitPlan](), list[FitPlan]()
         for plan in plans:
             if plan.seed == seed:
-                (teachers if plan.name == TEACHER else others).append(plan)
+                (teachers if plan.name.partition("-")[0] == TEACHER else others).append(plan)
         if teachers and len(others) == 1:
             yield f"seed{seed}", (*teachers, *others), None
             continue
-        for plan in (*teachers, *others):
-            after = f"seed{seed}-{TEACHER}" if teachers and plan.name != TEACHER else None
-            yield f"seed{seed}-{plan.name}", (plan,), after
+        first = f"seed{seed}-{TEACHER}"
+        if teachers:
+            yield first, tuple(teachers), None
+        for plan in others:
+            yield f"seed{seed}-{plan.name}", (plan,), first if teachers else None
 
 
 def count_needs(session: Session) -> Needs:

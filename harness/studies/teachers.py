@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
+from harness import cli
 from harness.runs.nets import check_options, read_classes
-from harness.runs.plans import TEACHER
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
+from harness.runs.taught import TEACHER, row_of
 from harness.studies.choices import match_classes, net_spec
 from lit_modules import nets
 from lit_modules.learner import Learner
@@ -22,11 +23,11 @@ CONTINUE = "teacher_continue"
 KINDS = frozenset({"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "rho"})
 
 
-def has_trained_teacher(run: Session) -> bool:
-    """Return whether the teacher is loaded, not trained."""
-    net_class, config = _declarations(run), run.config
-    brings_weights = config.teacher.init_args.get(net_class.trained_if, False)
-    is_loaded = config.teacher_ckpt is not None or brings_weights
+def has_trained_teacher(run: Session, key: str = TEACHER) -> bool:
+    """Return whether the teacher chosen under a key is loaded, not trained."""
+    net_class, config = _declarations(run, key), run.config
+    brings_weights = cli.choice_at(config, key).init_args.get(net_class.trained_if, False)
+    is_loaded = (config.teacher_ckpt is not None and key == TEACHER) or brings_weights
     return (is_loaded and not config.teacher_epochs) or net_class.is_trained
 
 
@@ -52,17 +53,17 @@ def check_own_settings(run: Session) -> None:
         raise BadInput("teacher_batch_size", config.teacher_batch_size, expected)
 
 
-def _declarations(run: Session) -> type[nets.Net]:
-    """Return the class of the teacher or, of one that declares nothing, the base of ours."""
-    net_class = run.config.teacher.target
+def _declarations(run: Session, key: str = TEACHER) -> type[nets.Net]:
+    """Return the class of a teacher or, of one that declares nothing, the base of ours."""
+    net_class = cli.choice_at(run.config, key).target
     return net_class if issubclass(net_class, nets.Net) else nets.Net
 
 
-def teacher_epochs(run: Session) -> int | None:
-    """Return epochs of all teachers: as given, or those of the first that is finished, otherwise the Trainer's."""
+def teacher_epochs(run: Session, key: str = TEACHER) -> int | None:
+    """Return epochs of a teacher: as given, or those of its first fit that is finished, otherwise the Trainer's."""
     if run.config.teacher_epochs:
         return int(run.config.teacher_epochs)
-    records = (run.out / f"seed{seed}" / f"{TEACHER}.json" for seed in run.config.seeds)
+    records = (run.out / f"seed{seed}" / f"{row_of(key)}.json" for seed in run.config.seeds)
     epochs = (FitRecord.read(record).max_epochs for record in records if record.exists())
     return next(filter(None, epochs), run.config.trainer.init_args["max_epochs"])
 

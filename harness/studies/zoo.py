@@ -8,11 +8,12 @@ from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.messages import one_line
 from harness.cli.signatures import Missing, options_of
+from harness.cli.sources import below
 from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
+from harness.studies.recipes import RECIPES
 from lit_modules import objectives
-from lit_modules.distillation import Distillation
 
 
 def methods(named: Mapping[str, str]) -> dict[str, str]:
@@ -31,11 +32,12 @@ def needs() -> dict[str, list[str]]:
 
 
 def list_fitting(
-    config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], Distillation]
+    config: Namespace, parser: cli.Parser, arms: Mapping[str, Arm], build: Callable[[Sequence[str]], object]
 ) -> list[str]:
     """Name the arms that can be trained; a line names each of the others, with the reason.
 
-    A method whose options are not its defaults was asked for by the user, and stays. So does one that is named alone.
+    A method whose options are neither its defaults nor the recipe's was asked for by the user, and stays. So does one
+    that is named alone.
 
     Raises:
         BadInput: none of them fits.
@@ -45,7 +47,8 @@ def list_fitting(
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
     for name, arm in arms.items():
-        is_default = arm.method.init_args == arm.method.signature.defaults
+        of_recipe = below(f"variants.{arm.variant}", RECIPES[config.recipe]) if config.recipe else {}
+        is_default = arm.method.init_args == {**arm.method.signature.defaults, **of_recipe}
         if not is_default or {name, arm.variant} & {*(config.only or ())}:
             fit.append(name)
             continue

@@ -74,5 +74,5 @@ class _LastState(nn.Module):
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """(B, T, D) and (B,) -> (B, H), the state after the last token; for an empty text, after one of padding."""
         states: Tensor  # (B, T, H)
-        states, _ = self.cells(embedded)
-        return states[torch.arange(len(states), device=states.device), lengths.clamp(min=1) - 1]
+        states, _ = self.cells(embedded)  # `len` of it would fix the batch size of an export
+        return states[torch.arange(states.shape[0], device=states.device), lengths.clamp(min=1) - 1]

@@ -75,6 +75,7 @@ class Term(NamedTuple):
     weight: float
     is_ce: bool = False  # whether the values are the cross-entropies of the student's logits with the labels
     labelled: bool = False  # whether they need labels: then their mean is over the labelled samples alone
+    class_weighted: bool = False  # whether each is multiplied by the weight of its label's class, if there are weights
 
 
 class Place(NamedTuple):
@@ -276,6 +277,11 @@ def average_labelled(values: Tensor, labels: Tensor, label_weight: float | None)
     return values.mean(1) if values.dim() > 1 else values
 
 
+def weigh_classes(values: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
+    """Return values (b,) times the weights (classes,) of their labels (b,); see `Batch.class_weights`."""
+    return values if class_weights is None else values * class_weights[labels].to(values.dtype)
+
+
 def fill_uncounted(labels: Tensor, label_weight: float | None) -> Tensor:
     """Return the labels, 0 where they do not count."""
     return labels if label_weight is None else labels.where(label_mask(labels), 0)
@@ -300,7 +306,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
 
 def ce_term(student: Outputs, labels: Tensor, weight: float) -> Term:
     """Return the cross-entropy of the student's logits with the labels as a term."""
-    return Term(cross_entropy(student.logits, labels), weight, is_ce=True, labelled=True)
+    return Term(cross_entropy(student.logits, labels), weight, is_ce=True, labelled=True, class_weighted=True)
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -27,4 +27,4 @@ class CrossEntropy(Objective):
         if not self.label_smoothing:
             return {"ce": ce_term(student, labels, 1.0)}
         smooth = cross_entropy(student.logits, labels, self.label_smoothing)
-        return {"smooth": Term(smooth, 1.0, labelled=True), "ce": ce_term(student, labels, 0.0)}
+        return {"smooth": Term(smooth, 1.0, labelled=True, class_weighted=True), "ce": ce_term(student, labels, 0.0)}

@@ -67,7 +67,7 @@ class DeiTToken(LogitObjective):
             token = kl(log_t, log_s) * self.temperature**2
         return {
             "token": Term(token, self.token_weight),
-            "ce": Term(cross_entropy(z_class, labels), self.ce_weight, labelled=True),
+            "ce": Term(cross_entropy(z_class, labels), self.ce_weight, labelled=True, class_weighted=True),
             # For monitoring; FSDP would wait for the gradient of an unused output.
             "mean": ce_term(student, labels, 0.0),
         }

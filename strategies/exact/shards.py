@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.private import BatchNorm, tree_leaves, tree_map
 from apprentice.replicas import FEWEST_ROWS
@@ -48,6 +49,8 @@ def fewest_rows(module: nn.Module) -> int:
 
 def rows(batch: Any) -> int:
     """Return the first dimension of a batch's tensors; BadInput where they have several lengths, or there is none."""
+    if isinstance(batch, Batch):
+        return len(batch.rows)
     try:
         leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0]]
     except ValueError:  # a class registered without names for its children

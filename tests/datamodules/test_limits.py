@@ -23,7 +23,10 @@ from tests.language import text, written
 from tests.pipelines import Conv, pipeline
 from tests.training import classifier, digits, trainer
 
-QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--only", "ce", "--data.batch_size", "40"]
+QUICK = [
+    "--data", "Digits",
+    "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--only", "ce", "--data.batch_size", "40",
+]  # fmt: skip
 
 
 def limited(rank: int = 0, replicas: int = 1, **limits: float) -> Digits:

@@ -49,6 +49,7 @@ SHORTER = {
     "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",
     "comm": "--quick true --only all_reduce_sum --sizes 1024",
     "attention": "--quick true --parts kernels --lengths 128",
+    "export": "--overwrite true",
     "predict": "--overwrite true",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
@@ -77,7 +78,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """Name and flags of each command that begins with `python`, in the order in which one reads them.
 
     Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, CIFAR-10 is downloaded in
-    tests/datamodules/test_downloaded.py.
+    tests/datamodules/test_downloaded.py, and what is pushed is so in tests/experiments/test_export.py.
     """
     texts: list[str] = []
     for page in (page for page in pages() if page.name not in FOLLOWED):
@@ -88,7 +89,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("[a-z]*.py"))]
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
         found = re.match(r" *(?:OMP_NUM_THREADS=1 )?python experiments/(\w+)\.py(.*)", line)
-        if found and "CIFAR10" not in line:
+        if found and "CIFAR10" not in line and "--push" not in line:
             yield found[1], shlex.split(found[2], comments=True)
 
 

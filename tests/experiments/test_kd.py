@@ -26,7 +26,9 @@ from tests.launching import torchrun
 from tests.processes import Run
 from tests.training import assert_same, net
 
-QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
+QUICK = [
+    "--data", "Digits", "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
+]  # fmt: skip
 FINISHED = [*QUICK, "--seeds", "2", "--only", "ce", "kd"]
 
 

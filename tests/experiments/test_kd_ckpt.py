@@ -15,7 +15,7 @@ from lit_modules.classifier import LitClassifier
 from tests.commands import left_by_overwriting, results
 from tests.training import assert_same, weights
 
-QUICK = ["--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
+QUICK = ["--data", "Digits", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
 CPU: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "devices": 1}
 CPU |= {"enable_checkpointing": False, "enable_model_summary": False}
 

@@ -15,7 +15,7 @@ from tests.commands import Refusal
 from tests.training import assert_same, digits, net, trainer
 
 # One batch an epoch and no dropout: then an epoch's number decides nothing.
-SIZES = ["--data.train_size", "101", "--data.test_size", "100", "--data.batch_size", "101"]
+SIZES = ["--data", "Digits", "--data.train_size", "101", "--data.test_size", "100", "--data.batch_size", "101"]
 SIZES += ["--data.validation_size", "0"]
 KD = [*SIZES, "--teacher", "ResNet", "--teacher.depth", "8", "--only", "kd", "--seeds", "[0]"]
 STEP = ["--scheduler", "StepLR", "--scheduler.step_size", "1", "--scheduler.gamma", "0.5"]

@@ -13,6 +13,7 @@ from tests.commands import results
 from tests.training import assert_same
 
 SMALL = [
+    *("--data", "Digits"),
     *("--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "150"),
     *("--data.batch_size", "20", "--only", "ce", "kd", "--trainer.logger", "false"),
 ]

@@ -13,7 +13,10 @@ from harness.runs.nets import load_net
 from tests import bake_off_facts
 from tests.commands import Refusal, results
 
-QUICK = ["--teacher", "LightNN", "--trainer.max_epochs", "1", "--data.train_size", "150", "--only", "ce", "kd"]
+QUICK = [
+    "--data", "Digits",
+    "--teacher", "LightNN", "--trainer.max_epochs", "1", "--data.train_size", "150", "--only", "ce", "kd",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from apprentice.errors import BadInput
 from experiments import compare, kd
 from harness import cli
-from harness.reports.figures import spread
+from harness.reports.figures import Dot, Style, lines_picture, spread
 from harness.reports.pages import notes, picture, table
 from harness.reports.results import combine
 from harness.runs.plans import arms
@@ -27,6 +27,7 @@ from tests.commands import Refusal, nets, results
 from tests.training import assert_same
 
 SMALL = [
+    "--data", "Digits",
     "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
     "--trainer.logger", "false",
 ]  # fmt: skip
@@ -184,7 +185,19 @@ def test_the_zoo_names_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]
 
 
 def test_layers_are_listed_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kd.main(["--list_layers", "true", "--students.light", "LightNN", *RES, "--out", str(tmp_path / "out")])
+    kd.main(
+        [
+            "--data",
+            "Digits",
+            "--list_layers",
+            "true",
+            "--students.light",
+            "LightNN",
+            *RES,
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     out, err = capsys.readouterr()
     assert not err
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -233,6 +246,32 @@ def test_names_move_as_little_as_keeps_them_apart() -> None:
     assert all(b - a >= 1 / 25 - 1e-9 for a, b in pairwise(heights))
     assert heights[0] >= 0
     assert heights[-1] <= 1
+
+
+def test_210_nets_differ_by_colour_marker_or_dash_and_neighbours_by_each() -> None:
+    styles = [Style.of(number) for number in range(210)]
+    assert len({*styles, Style.of(None)}) == 211
+    for one, other in pairwise(styles):
+        assert one.color != other.color
+        assert one.marker != other.marker
+        assert one.dash != other.dash
+
+
+@pytest.mark.drawn
+def test_ticks_that_would_touch_have_no_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes: list[Any] = []
+    save = Figure.savefig
+
+    def saved(figure: Any, *args: Any, **kwargs: Any) -> None:
+        save(figure, *args, **kwargs)
+        labels = [label for label in figure.axes[0].get_xticklabels() if label.get_visible() and label.get_text()]
+        boxes.extend(label.get_window_extent() for label in labels)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    places = [100.0, 101.0, 102.0, 400.0, 100_000.0]
+    lines_picture([Dot("kd", [0.5, 0.6], place, 0) for place in places], "batch size")
+    assert len(boxes) == 3
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 @pytest.mark.drawn

@@ -85,7 +85,9 @@ LINES = {
     "--scheduler MultiStepLR --scheduler.milestones 100 150": {"scheduler.milestones": [100, 150]},
     "--scheduler null --teacher_ckpt PATH": {"scheduler": None, "teacher_ckpt": "PATH"},
     "--optimizer torch.optim.AdamW": {"optimizer": "AdamW", "optimizer.weight_decay": 0.01},  # not Adam's 0
-    "--optimizer.betas [0.8,0.9] --optimizer.weight_decay 1e-4": {"optimizer.betas": [0.8, 0.9], "optimizer.lr": 1e-3},
+    "--optimizer.betas [0.8,0.9] --optimizer.weight_decay 1e-4": {"optimizer.betas": [0.8, 0.9], "optimizer.lr": 3e-3},
+    "--recipe null --optimizer.betas [0.8,0.9]": {"optimizer.betas": [0.8, 0.9], "optimizer.lr": 1e-3},
+    "--variants.hint null --variants.cosine Cosine": {"variants.hint": None, "variants.cosine": "Cosine"},
     "--student Torchvision --student.name resnet18": {"student.name": "resnet18"},
     "--variants '{kd: Cosine}'": {"variants.kd": "Cosine"},
     "--variants.kd '{temperature: 8}'": {"variants.kd": "Hinton", "variants.kd.temperature": 8.0},
@@ -186,9 +188,9 @@ def write(path, text):
     "{class_path: lit_modules.objectives.Hinton, init_args: {temperature: 4}}",
 ])  # fmt: skip
 def test_a_file_merges_into_the_variants_by_name(kd, tmp_path, kd_settings):
-    text = f"variants:\n  kd: {kd_settings}\n  t8: {{class_path: Hinton}}\n  hint: Cosine\n"
+    text = f"data: Digits\nvariants:\n  kd: {kd_settings}\n  t8: {{class_path: Hinton}}\n  hint: Cosine\n"
     variants = kd.parse(["--config", str(write(tmp_path / "my.yaml", text))]).variants
-    assert variants["kd"].init_args == {**kd.parse([]).variants["kd"].init_args, "temperature": 4.0}
+    assert variants["kd"].init_args == {**kd.parse(["--data", "Digits"]).variants["kd"].init_args, "temperature": 4.0}
     assert list(variants) == ["ce", "kd", "cosine", "hint", "t8"]
     assert variants["hint"].name == "Cosine"
 
@@ -202,7 +204,7 @@ def test_flags_override_files_and_files_earlier_files(kd, tmp_path):
     assert (config.seeds, optimizer["lr"], optimizer["momentum"]) == ([0, 1], 0.3, 0.9)
     assert config.trainer.init_args["max_epochs"] == 2
     assert parse(kd, f"--config {first} {second}").optimizer.init_args["lr"] == 0.2
-    adam = kd.parse([]).optimizer
+    adam = parse(kd, "--recipe null").optimizer
     assert parse(kd, f"--config {first} --optimizer Adam").optimizer == adam  # nothing of SGD's is left
 
 
@@ -267,7 +269,7 @@ def test_what_is_printed_is_read_back(kd, tmp_path, capsys, line):
 
 
 def test_building_makes_new_instances_with_what_the_data_gives(kd):
-    config = parse(kd, "--student ResNet --student.depth 8 --data.batch_size 7")
+    config = parse(kd, "--student ResNet --student.depth 8 --data Digits --data.batch_size 7")
     nets_made = [cli.build(config.student, "student", **IMAGES) for _ in range(2)]
     assert nets_made[0] is not nets_made[1]
     assert nets_made[0].stem[0].in_channels == 1
@@ -280,14 +282,16 @@ def test_building_makes_new_instances_with_what_the_data_gives(kd):
 
 
 def test_a_scheduler_with_a_function(kd):
-    config = parse(kd, "--scheduler LambdaLR --scheduler.lr_lambda math.exp")
+    config = parse(kd, "--optimizer.lr 1e-3 --scheduler LambdaLR --scheduler.lr_lambda math.exp")
     optimizer = cli.factory(config.optimizer, "optimizer")(torch.nn.Linear(1, 1).parameters())
     assert cli.factory(config.scheduler, "scheduler")(optimizer).get_last_lr() == [1e-3]
     assert kd.as_dict(config)["scheduler"]["init_args"]["lr_lambda"] == "math.exp"
 
 
 def test_trainers_share_nothing(kd):
-    line = "--trainer.callbacks [LearningRateMonitor] --trainer.profiler SimpleProfiler --trainer.devices 1"
+    line = (
+        "--data MNIST --trainer.callbacks [LearningRateMonitor] --trainer.profiler SimpleProfiler --trainer.devices 1"
+    )
     config = parse(kd, line)
     first, second = (cli.arguments(config.trainer, "trainer") for _ in range(2))
     assert isinstance(first["callbacks"][0], callbacks.LearningRateMonitor)
@@ -299,7 +303,7 @@ def test_trainers_share_nothing(kd):
 
 
 def test_only(kd):
-    variants = kd.parse([]).variants
+    variants = parse(kd, "--data Digits").variants
     assert list(cli.pick(variants, None)) == ["ce", "kd", "cosine", "hint"]
     assert list(cli.pick(variants, ["hint", "ce", "ce"])) == ["ce", "hint"]
 
@@ -381,7 +385,7 @@ def test_resuming_with_what_may_differ_or_does_not(kd, run, line):
 
 
 @pytest.mark.parametrize("line", [
-    "--seeds 3", "--seeds [7,1,0]", "--trainer.max_epochs 11", "--variants.new Hinton --variants.new.temperature 8",
+    "--seeds 3", "--seeds [7,1,0]", "--trainer.max_epochs 21", "--variants.new Hinton --variants.new.temperature 8",
     "--seeds 3 --trainer.max_epochs 20 --variants.a Hint --variants.b Hint",
 ])  # fmt: skip
 def test_resuming_with_more_is_as_if_started_so(kd, run, line):
@@ -395,7 +399,7 @@ def test_resuming_with_more_is_as_if_started_so(kd, run, line):
         "--only ce kd", "--only kd ce", "--only null", "--only ce --variants.kd Cosine",
         "--only ce new --variants.new Hinton", "--only null --variants.new Hinton",
     )),
-    ("--scheduler OneCycleLR --scheduler.max_lr 0.1 --scheduler.total_steps 15", "--trainer.max_epochs 15"),
+    ("--scheduler OneCycleLR --scheduler.max_lr 0.1 --scheduler.total_steps 25", "--trainer.max_epochs 25"),
 ])  # fmt: skip
 def test_resuming_with_more_of_what_there_is(kd, run, begun, line):
     save(kd, parse(kd, begun), run / "config.yaml")
@@ -417,8 +421,11 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     kd9 = {"class_path": "Hinton", "temperature": 9}
     other.add_variants("variants", (objectives.Objective,), objectives, {"kd": kd9, "x": "Hint"})
     other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
+    other.add_classes("metric", cli.MetricClasses(), cli.FREE, "f1")
     other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
+    for settings in (one, same):  # null for names that are those of defaults now
+        settings["variants"] = {name: choice for name, choice in settings["variants"].items() if choice}
     assert one == same
 
 

@@ -575,6 +575,7 @@ def test_data_sets_say_which_options_choose_samples():
     for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
         assert "root" not in kind.free_options
     training = {"batch_size", "augment", "transforms", "mixup", "cutmix", "labelled"}
+    training |= {"augment_repeats", "balanced", "class_weights"}
     assert datamodules.ImageFolder.training_options == training
 
 

@@ -19,7 +19,10 @@ from harness.runs.tensorboard import RunsLogger
 from tests.commands import Refusal
 from tests.processes import Run
 
-TINY = ["--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1"]
+TINY = [
+    "--data", "Digits",
+    "--data.train_size", "40", "--data.test_size", "20", "--data.validation_size", "20", "--seeds", "1",
+]  # fmt: skip
 TINY += ["--only", "ce", "--trainer.max_epochs", "1"]
 
 

@@ -21,6 +21,7 @@ from tests.language import written
 from tests.training import assert_same
 
 SMALL = [
+    "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--teacher", "LightNN",
     "--scheduler", "StepLR", "--scheduler.step_size", "1", "--trainer.log_every_n_steps", "1",
     "--trainer.strategy", "auto", "--trainer.devices", "1",

@@ -16,7 +16,7 @@ from experiments import kd
 from lit_modules.distillation import Distillation
 from tests.processes import Run
 
-KD = ["--data.train_size", "80", "--data.test_size", "40", "--only", "ce", "kd", "--seeds", "1"]
+KD = ["--data", "Digits", "--data.train_size", "80", "--data.test_size", "40", "--only", "ce", "kd", "--seeds", "1"]
 KD += ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1"]
 LOGGER = "tests.harness.test_lightnings_own.Batches"
 

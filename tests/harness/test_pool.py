@@ -12,7 +12,10 @@ from tests import waiting
 from tests.commands import Refusal, lasting, results
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ["--data.train_size", "60", "--data.test_size", "50", "--teacher", "LightNN", "--only", "ce", "hint"]
+FLAGS = [
+    "--data", "Digits",
+    "--data.train_size", "60", "--data.test_size", "50", "--teacher", "LightNN", "--only", "ce", "hint",
+]  # fmt: skip
 FLAGS += ["--trainer.max_epochs", "1", "--trainer.logger", "false"]
 DIFFERENT = ("config", "pooled", "commits")
 

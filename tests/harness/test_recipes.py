@@ -8,8 +8,8 @@ import yaml
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.studies.recipes import RECIPES, Recipe
-from tests.commands import Refusal
+from harness.studies.recipes import DEFAULT, RECIPES, Recipe
+from tests.commands import Refusal, results
 
 
 def chosen(*flags: str) -> dict:
@@ -47,7 +47,62 @@ def test_every_recipe_is_one_of_the_command_line(name: Recipe) -> None:
     found = chosen("--recipe", name)
     assert found["recipe"] == name
     assert found["trainer"]["max_epochs"] == RECIPES[name]["trainer.max_epochs"]
-    assert found["data"]["init_args"]["validation_size"] == 0
+    assert (found["data"]["init_args"]["validation_size"] == 0) is (name != DEFAULT)
+
+
+def test_without_data_the_default_experiment_runs() -> None:
+    found = chosen()
+    assert found == chosen("--recipe", DEFAULT)
+    assert (found["recipe"], found["data"]["class_path"]) == (DEFAULT, "datamodules.Digits")
+    assert found["data"]["init_args"]["labelled"] == 30
+    assert [name for name, choice in found["variants"].items() if choice] == ["ce", "kd", "hint", "ttm"]
+
+
+def test_the_default_experiment_is_left_where_data_or_a_recipe_are_chosen(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("data: {class_path: Digits}\n")
+    plain = chosen("--recipe", "null")
+    assert chosen("--data", "Digits") == chosen("--config", str(tmp_path / "my.yaml")) == plain
+    assert (plain["recipe"], plain["data"]["init_args"]["labelled"]) == (None, None)
+    assert list(plain["variants"]) == ["ce", "kd", "cosine", "hint"]
+    tutorial = chosen("--recipe", "tutorial")
+    assert tutorial["data"]["init_args"] == {**plain["data"]["init_args"], "validation_size": 0}
+    assert {key: tutorial[key] for key in ("variants", "teacher", "optimizer", "trainer")} == {
+        key: plain[key] for key in ("variants", "teacher", "optimizer", "trainer")
+    }
+    other = chosen("--data", "MNIST")
+    assert other == {**plain, "data": other["data"]}
+
+
+def test_flags_beside_the_default_experiment_count() -> None:
+    found = chosen("--data.labelled", "10", "--teacher", "LightNN", "--optimizer", "SGD", "--variants.cosine", "Cosine")
+    assert (found["data"]["init_args"]["labelled"], found["optimizer"]["init_args"]["lr"]) == (10, 0.001)
+    assert found["teacher"]["init_args"]["widths"] == [16, 16]
+    assert found["variants"]["cosine"]["init_args"]["cosine_weight"] == 0.25
+
+
+def test_a_run_of_the_default_experiment_goes_on_and_can_be_repeated(tmp_path: Path) -> None:
+    out, small = (
+        ("--out", str(tmp_path / "run")),
+        ("--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "80"),
+    )
+    kd.main([*small, "--only", "ce", *out])
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    kd.main(["--resume", "true", "--only", "ce", "cosine", "--variants.cosine", "Cosine", *out])
+    assert [*results(tmp_path / "run")["students"]] == ["ce", "cosine"]
+    (tmp_path / "config.yaml").write_text(settings)
+    assert chosen("--config", str(tmp_path / "config.yaml")) == chosen(*small, "--only", "ce")
+
+
+def test_a_run_of_before_there_was_a_default_experiment_goes_on(tmp_path: Path) -> None:
+    out, small = (
+        ("--out", str(tmp_path / "run")),
+        ("--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "80"),
+    )
+    kd.main(["--data", "Digits", *small, "--only", "kd", *out])
+    settings, weights = (tmp_path / "run" / name for name in ("config.yaml", "seed0/kd/weights.pt"))
+    before = yaml.safe_load(settings.read_text()), weights.read_bytes()
+    kd.main(["--resume", "true", *out])
+    assert (yaml.safe_load(settings.read_text()), weights.read_bytes()) == before
 
 
 def test_a_recipe_for_images_is_refused_for_texts() -> None:

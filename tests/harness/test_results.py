@@ -43,7 +43,7 @@ def test_the_keys_of_results_json():
     common = {"parameters", "epochs", "trained_epochs", "test_acc", "test_correct", "step_ms", "train_flops"}
     assert set(found["teacher"]) == common | {"nets", "max_epochs", "fit_seconds"}
     for entry in found["students"].values():
-        assert set(entry) == common | {"objective", "delta_vs_ce", "failed"}
+        assert set(entry) == common | {"objective", "delta_vs_ce", "delta_vs_ce_corrected", "failed"}
     kd, taught = found["students"]["kd"], found["teacher"]
     assert (kd["test_correct"], kd["test_acc"]) == ([*KD], [correct / TEST for correct in KD])
     assert (kd["parameters"], kd["failed"]) == (267738, [None] * 3)
@@ -120,6 +120,12 @@ SEEN = (
     "a third of it takes 9 seeds."
 )
 
+NOT_TOGETHER = (
+    "With 3 seeds, kd (+3.00) and t8 (+2.97) differ from ce in a comparison alone, but can't be told apart from it "
+    "once all 2 comparisons are corrected for. The table's intervals are of single comparisons; corrected for all 2 "
+    "(Holm): kd +3.00 [-0.58, +6.58], t8 +2.97 [-0.80, +6.73]."
+)
+
 
 @pytest.mark.parametrize(("differences", "said"), [
     ({}, ""),
@@ -132,9 +138,14 @@ SEEN = (
     ({"kd": [0.02, 0.021, 0.022], "t8": [0.1, -0.1]},
      "better than ce beyond the noise between seeds; t8 can't be told"),
     ({"kd": [0.02, -0.021, 0.022], "t8": [0.1, -0.1]}, "With 2 to 3 seeds, kd and t8 can't"),
-    ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]}, "Corrected for 2 comparisons (Holm); the intervals are not."),
+    ({"kd": [0.02, -0.021], "t8": [0.1, -0.1]},
+     " The table's intervals are of single comparisons; corrected for all 2 (Holm): kd -0.05 [-52.23, +52.13], t8"),
+    ({f"m{i}": [0.1, -0.1] for i in range(7)}, "single comparisons; corrected for all 7 (Holm): in results.md."),
+    ({"kd": [0.1, 0.1], "t8": [0.1, 0.1]}, "With 2 seeds, kd and t8 differed by the same on each seed"),
     # p is 0.035 and 0.039: each alone differs, but not the two together
-    ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, "With 3 seeds, kd and t8 can't be told apart from ce."),
+    ({"kd": [0.02, 0.03, 0.04], "t8": [0.019, 0.03, 0.04]}, NOT_TOGETHER),
+    ({"kd": [0.02, 0.03, 0.04], "t8": [0.02, -0.02, 0.01]},
+     "t8 can't be told apart from ce; kd (+3.00) differs from it in a comparison alone, but can't be told apart"),
     # by a deviation of 0.01, scipy's noncentral t finds 3.26 points, and a third of it needs 9 or 10 seeds; three
     # seeds that show 0.01 come from deviations of 0.52 to 6.28 times that, as often above as below 1.20 times
     ({"kd": [0.02, 0.03, 0.04]}, f" 3 {SEEN}"),
@@ -157,8 +168,9 @@ def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
     assert found.students["ce"].trained_epochs == [3.25, 4, 10]
     assert found.teacher.trained_epochs == [20, 7.125, 20]
     said = (
-        "Training ended early (by --trainer.max_time or max_steps, or a callback), seed by seed: teacher after 20, "
-        "7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 epochs."
+        "Training ended early (by --early_stopping, --student_seconds, --trainer.max_time or max_steps, or a "
+        "callback), seed by seed: teacher after 20, 7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 "
+        "epochs."
     )
     assert said in notes(found)
     assert said in markdown(found)

@@ -28,6 +28,7 @@ from tests.processes import Run, launch
 from tests.training import assert_same, classifier, digits, trainer, weights
 
 SMALL = [
+    "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
     "--only", "ce", "hint",
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9", "--scheduler", "StepLR",
@@ -110,6 +111,7 @@ KEPT = {
         *("--variants.a", "DML", "--variants.a.peers", "[b]", "--variants.b", "DML", "--variants.b.peers", "[a]"),
     ],
     "hidden labels": ["--data.labelled", "20"],
+    "averages": ["--ema", "0.9", "--best_epoch", "val/loss"],
     "best epochs, stopped students": ["--best_epoch", "val/acc", "--early_stopping", "val/acc", "--patience", "1"],
 }  # fmt: skip
 

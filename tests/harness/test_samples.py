@@ -20,6 +20,7 @@ from tests.figures import drawn
 MEANS = ("test_ece", "test_kl", "test_agreement")
 KEPT = ("test_right", "test_predicted", *MEANS)
 SMALL = [
+    "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "101", "--data.batch_size", "60", "--only", "ce", "kd",
     "--teacher", "LightNN", "--trainer.max_epochs", "1", "--seeds", "2",
 ]  # fmt: skip
@@ -66,7 +67,12 @@ def test_intervals_over_samples_are_on_the_page(one: Path) -> None:
 
 def test_a_run_has_its_report(one: Path) -> None:
     page = (one / "report.html").read_text("utf-8")
-    for said in ("Curves", "Fidelity and calibration", "most confused test samples", "kd.py --data.train_size 150"):
+    for said in (
+        "Curves",
+        "Fidelity and calibration",
+        "most confused test samples",
+        "kd.py --data Digits --data.train_size 150",
+    ):
         assert said in page
     assert page.count('src="data:image/png') == 4  # a matrix for each net, the most confused images
 

@@ -21,6 +21,7 @@ from tests.training import assert_same
 STUDENTS = ("ce", "kd")
 NETS = ("teacher", *STUDENTS)
 QUICK = [
+    "--data", "Digits",
     "--teacher", "LightNN", "--only", *STUDENTS, "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2",
     "--data.train_size", "300", "--variants.kd.temperature", "4",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from tests.language import written
 from tests.training import assert_same
 
 SMALL = [
+    "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--seeds", "[3]",
     "--teacher", "LightNN", "--trainer.max_epochs", "3", "--checkpoint_every", "1e-9",
 ]  # fmt: skip

@@ -16,7 +16,9 @@ from harness.studies.tuning import Tuning, best_trials, rung_ends, spaces, waves
 from lit_modules.objectives.base import Choice, Linear, Log
 from lit_modules.tasks import ACCURACY, BITS
 
-SMALL = ["--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN"]
+SMALL = [
+    "--data", "Digits", "--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--teacher", "LightNN",
+]  # fmt: skip
 
 
 @pytest.fixture

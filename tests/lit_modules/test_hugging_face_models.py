@@ -24,7 +24,10 @@ from tests.grids import mostly_slow
 from tests.processes import Run
 from tests.training import assert_same, digits, fit, weights
 
-KD = ["--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
+KD = [
+    "--data", "Digits",
+    "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2",
+]  # fmt: skip
 WORDS = "the quick brown fox jumps over the lazy dog\n"
 pytestmark = pytest.mark.extras("transformers")
 QUICK = ["classifiers", "language models"]  # without rows: test_batch_norm.py

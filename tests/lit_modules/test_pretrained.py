@@ -133,7 +133,10 @@ def test_part_of_a_checkpoint_loads_and_the_rest_is_named(tmp_path: Path) -> Non
         load_weights(net, str(tmp_path / "b.pt"), "teacher_ckpt", partly=True)
 
 
-KD = ["--data.train_size", "60", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1"]
+KD = [
+    "--data", "Digits",
+    "--data.train_size", "60", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1",
+]  # fmt: skip
 
 
 def test_a_teacher_with_a_new_head_is_tuned_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

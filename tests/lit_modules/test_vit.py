@@ -202,7 +202,9 @@ def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> Non
 # Distilled by the command
 
 
-QUICK = ["--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150"]
+QUICK = [
+    "--data", "Digits", "--teacher", "LightNN", "--seeds", "1", "--trainer.max_epochs", "1", "--data.train_size", "150",
+]  # fmt: skip
 VIT = ["--student", "ViT", "--student.embed_dim", "16", "--student.num_layers", "2", "--student.num_heads", "2"]
 DEIT = ["--variants.deit", "DeiTToken"]
 TOKEN = ["--student.distillation_token", "true"]

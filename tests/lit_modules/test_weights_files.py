@@ -34,7 +34,10 @@ from tests.callbacks import Seen
 from tests.training import SHAPE, assert_same, digits, net, weights
 
 State = dict[str, Tensor]
-KD = ["--data.train_size", "40", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1"]
+KD = [
+    "--data", "Digits",
+    "--data.train_size", "40", "--data.test_size", "20", "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1",
+]  # fmt: skip
 
 
 def changed(state: State, pattern: str, replacement: str) -> State:

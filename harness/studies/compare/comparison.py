@@ -5,13 +5,13 @@ A student of several nets is compared with the first run's `ce` of the net of th
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from apprentice.errors import BadInput
 from harness.reports.pages import ended_early, failures
 from harness.reports.results import Scores, StudentResults
-from harness.reports.uncertainty import Interval, conclude, paired_differences, paired_interval
+from harness.reports.uncertainty import Interval, conclude, corrected_intervals, paired_differences, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
 from harness.studies.compare.runs import FormatResults, Run
@@ -33,6 +33,8 @@ class Row:
     entry: StudentResults  # what the run says of it
     differences: Sequence[float]  # to the first run's baseline, over the seeds in common, in the order there
 
+    corrected: Interval | None = None  # that of `delta`, corrected for all comparisons that the notes judge (Holm)
+
     @property
     def delta(self) -> Interval:
         return paired_interval(self.differences)
@@ -45,7 +47,7 @@ class Row:
             metric.name: self.scores, **({"objective": entry.objective} if entry.objective else {}), **entry.figures,
             **latency, **({"baseline": entry.baseline} if entry.variant else {}),
             "failed": [failure and asdict(failure) for failure in entry.failed], "differences": self.differences,
-            "delta": self.delta,
+            "delta": self.delta, "delta_corrected": self.corrected,
         }  # fmt: skip
 
 
@@ -126,8 +128,11 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     if first.experiment.judged:
         for name in bases:
             to = f"{first.name}/{name}"
-            judged = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
-            notes.append(conclude(to, {row.name: row.differences for row in judged if row.name != to}, metric))
+            same = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
+            judged = {row.name: row.differences for row in same if row.name != to}
+            notes.append(conclude(to, judged, metric, "compare.json"))
+            corrected = corrected_intervals(judged)
+            rows = [replace(row, corrected=corrected.get(row.name, row.corrected)) for row in rows]
     else:
         notes.append("One net a format: a difference has no interval, so nothing here says that it is more than noise.")
         if any(run.results.hardware != first.results.hardware for run in runs):

@@ -46,6 +46,10 @@ def pool(runs: Sequence[Run]) -> Results:
         [seconds[seed] for seed in seeds],
         head.metric,
         variants={name: student.variant for name, student in head.students.items() if student.variant},
+        taught={name: student.taught_by for name, student in head.students.items() if student.taught_by},
+        more_teachers={
+            name: [_fit_of_teacher(of_seed[seed], seed, name) for seed in seeds] for name in head.more_teachers
+        },
     )
     pooled.pooled, pooled.classes = [run.name for run in runs], head.classes
     if head.search:
@@ -87,6 +91,11 @@ def _choices(run: Run) -> dict[str, int]:
     """Return the number of the setting that a search chose for each method."""
     search = run.results.search if isinstance(run.results, Results) else None
     return {name: tuned.chosen for name, tuned in search.methods.items()} if search else {}
+
+
+def _fit_of_teacher(run: Run, seed: int, name: str) -> FitRecord:
+    with reading(run.name, "RUN", "the records of finished fits beside results.json"):
+        return FitRecord.read(run.folder / f"seed{seed}" / f"{name}.json")
 
 
 def _fits(run: Run, seed: int) -> tuple[FitRecord, dict[str, NetRecord]]:

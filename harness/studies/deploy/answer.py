@@ -45,7 +45,12 @@ def safetensors(path: str) -> Answer:
 
     net = load_net(Path(path).parent, weights=load_file(path))
     dtype = next(net.parameters()).dtype
-    return lambda batch: net(torch.from_numpy(batch).to(dtype)).detach().float().numpy()
+
+    def answer(batch: Any) -> Any:
+        inputs = torch.from_numpy(batch)
+        return net(inputs.to(dtype) if inputs.is_floating_point() else inputs).detach().float().numpy()
+
+    return answer
 
 
 def main(job: dict[str, Any]) -> None:

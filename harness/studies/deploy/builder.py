@@ -25,7 +25,7 @@ from harness.runs.facts import KEYS
 from harness.runs.files import atomic
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Saved, Spec, load_net, read_facts, read_spec
+from harness.runs.nets import Saved, Spec, load_net, read_facts, read_spec, teachers_beside
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
@@ -179,7 +179,10 @@ class Builder:
         if not objective.uses_teacher and folder is not None:
             raise BadInput("teacher", folder, f"none, as {self.config.objective.name} asks none; or --objective Hinton")
         if objective.uses_teacher and folder is None and self.config.run is not None:
-            beside = Path(self.config.run).resolve().parent / "teacher"
+            beside, *others = teachers_beside(self.config.run)
+            if others:
+                names = ", ".join(path.name for path in (beside, *others))
+                raise BadInput("run", self.config.run, f"a student of one teacher, or --teacher FOLDER; it has {names}")
             folder = beside if beside.is_dir() else None
         return None if folder is None else self.read(folder, "teacher")[0]
 

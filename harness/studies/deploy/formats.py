@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.runs.facts import NetFacts
-from harness.runs.files import atomic, write_bytes
+from harness.runs.files import write_bytes
 from harness.runs.quiet import silence
 from harness.studies.deploy import answer
 from lit_modules.nets.weights import plain_state
@@ -45,11 +45,10 @@ class Rounded(nn.Module):
 
 def write_weights(net: nn.Module, folder: Path, facts: NetFacts | None = None) -> None:
     """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors and no code."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     state = {name: value.detach().cpu().contiguous() for name, value in plain_state(net).items()}
-    with atomic(folder / WEIGHTS) as temporary:
-        save_file(state, temporary, _metadata(facts))
+    write_bytes(folder / WEIGHTS, save(state, _metadata(facts)))
 
 
 def write_program(net: nn.Module, example: Tensor, folder: Path, facts: NetFacts | None = None) -> None:
@@ -88,7 +87,7 @@ def _metadata(facts: NetFacts | None) -> dict[str, str]:
 def _export(net: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     example = example[:1].repeat(3, *[1] * (example.dim() - 1))  # its whole storage is saved along
     batch = torch.export.Dim("batch")
-    with torch.no_grad():
+    with torch.no_grad(), silence("torch.export"):  # of a GRU it warns that it keeps its weights in one piece
         return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
 
 

@@ -18,14 +18,14 @@ from harness import cli
 from harness.runs import launch
 from harness.runs.facts import NetFacts
 from harness.runs.files import can_be_written, write_text
-from harness.runs.nets import load_net, read_facts
+from harness.runs.nets import load_net, read_facts, teachers_beside
 from harness.runs.progress import Lines
 from harness.runs.quiet import notice, quiet
 from harness.runs.session import Session
 from harness.studies.predict.inputs import Inputs, describe_skipped, read_inputs
 from harness.studies.predict.predictor import Guesses, InputData, Predictor
 from harness.studies.predict.table import TOP, as_csv, scores
-from lit_modules.nets import cast_inputs
+from lit_modules.nets import Ensemble, cast_inputs
 
 LISTED = 20  # damaged inputs that are named
 STUDENT, TEACHER = "student", "teacher"
@@ -111,11 +111,13 @@ def _load(folder: str, with_teacher: bool) -> tuple[NetFacts, dict[str, nn.Modul
         raise BadInput("run", folder, f"a net that classifies its inputs; its task is {facts.task}")
     nets = {STUDENT: load_net(folder)}
     if with_teacher:
-        beside = Path(folder).resolve().parent / TEACHER
-        theirs = read_facts(beside, "teacher")
-        nets[TEACHER] = load_net(beside, "teacher")
-        if theirs is None or (theirs.inputs, theirs.classes) != (facts.inputs, facts.classes):
-            raise BadInput("teacher", beside, f"a net of the same inputs and classes as {folder}")
+        shares = teachers_beside(folder)
+        for beside in shares:
+            theirs = read_facts(beside, "teacher")
+            if theirs is None or (theirs.inputs, theirs.classes) != (facts.inputs, facts.classes):
+                raise BadInput("teacher", beside, f"a net of the same inputs and classes as {folder}")
+        loaded = [load_net(beside, "teacher") for beside in shares]
+        nets[TEACHER] = Ensemble(loaded, [*shares.values()]) if len(loaded) > 1 else loaded[0]
     return facts, nets
 
 

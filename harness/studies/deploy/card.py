@@ -1,0 +1,124 @@
+"""The model card of an exported net, as the Hugging Face hub lays it out: what, from what, how good, at what cost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from apprentice.errors import BadInput
+from harness.reports.measures import COST, PARAMETERS, STEP
+from harness.reports.pages import notes, table
+from harness.reports.results import Results, load_results
+from harness.reports.settings import objectives, settings
+from harness.reports.tables import count
+from harness.runs import environment
+from harness.runs.facts import NetFacts
+from harness.runs.nets import read_spec
+
+PIPELINES = {"images": "image-classification", "bytes": "text-classification"}  # names of tasks on the hub
+METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
+TEACHER = "teacher"
+
+
+def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
+    """Write the card of the net in a folder RUN/seed<k>/<name>; without results of the run the card says so."""
+    run, seed, name = folder.resolve().parent.parent, folder.resolve().parent.name, folder.resolve().name
+    results = _results(run)
+    net = str(read_spec(folder)["class_path"]).rpartition(".")[2]
+    parts = [
+        f"---\n{yaml.safe_dump(_head(name, facts, results, seed), sort_keys=False, allow_unicode=True)}---",
+        f"# {name}: {net}" + (f" on {results.data['name']}" if results else ""),
+        _lead(name, net, facts, parameters, results),
+        *_use(facts),
+        *(_of_results(name, seed, results) if results else ["## Results\n\nThe run left no table of results."]),
+        "## Made by\n\n" + "\n".join(f"- {line}" for line in _made_by(facts, run)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results(run: Path) -> Results | None:
+    """Read the results of a comparison of students; None where the run has others, or is not finished."""
+    try:
+        return Results.read(load_results(run))
+    except (BadInput, LookupError, TypeError):
+        return None
+
+
+def _head(name: str, facts: NetFacts, results: Results | None, seed: str) -> dict[str, Any]:
+    """Return what the hub reads."""
+    pipeline = PIPELINES.get(facts.inputs.kind) if facts.task == "classification" else None
+    head: dict[str, Any] = {"library_name": "onnx", "tags": ["knowledge-distillation", "pytorch", "safetensors"]}
+    if pipeline:
+        head["pipeline_tag"] = pipeline
+    score = _score(name, seed, results) if results else None
+    if results and pipeline and score is not None:
+        metric, data = results.metric, results.data["name"]
+        kind = METRICS.get(metric.name, metric.score)
+        head["metrics"] = [kind]
+        found = {"type": kind, "name": metric.title, "value": score}
+        task, of = {"type": pipeline}, {"name": data, "type": data.lower()}
+        head["model-index"] = [{"name": name, "results": [{"task": task, "dataset": of, "metrics": [found]}]}]
+    return head
+
+
+def _score(name: str, seed: str, results: Results) -> float | None:
+    """Return the test metric of this seed's net."""
+    number = seed.removeprefix("seed")
+    scores = results.nets[name].scores.get(results.metric.name, ()) if name in results.nets else ()
+    if not number.isdecimal() or int(number) not in results.seeds:
+        return None
+    return dict(zip(results.seeds, scores, strict=True)).get(int(number))
+
+
+def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Results | None) -> str:
+    what = {"images": "images", "bytes": "texts"}.get(facts.inputs.kind, "inputs")
+    how = "was trained as a teacher" if name == TEACHER else "is a student of a comparison of distillation methods"
+    learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
+    return f"A {net} of {count(parameters)} parameters for {what} of {len(facts.classes)} classes. It {how}{learnt}."
+
+
+def _use(facts: NetFacts) -> Iterator[str]:
+    argument = {"images": "IMAGE", "bytes": "TEXT"}.get(facts.inputs.kind, "INPUTS.npy")
+    yield f"## Use\n\n```bash\npip install numpy onnxruntime pillow\npython use.py {argument}\n```"
+    shape = " × ".join(map(str, facts.inputs.shape))
+    lines = [f"inputs: {shape}" + ("" if facts.inputs.kind != "images" else ", channels first, on a scale from 0 to 1")]
+    if facts.inputs.kind == "images":
+        lines += [f"mean: {[*facts.inputs.mean]}", f"standard deviation: {[*facts.inputs.std]}"]
+        lines += ["resized so that the image just covers the size, then cropped at the centre"]
+    names = ", ".join(facts.classes[:20]) + f" and {len(facts.classes) - 20} more" * (len(facts.classes) > 20)
+    lines += [f"classes: {names} (`labels.txt`)", "`model.onnx`: ONNX; `model.pt2`: torch.export"]
+    lines += ["`weights.safetensors`: a state dict of the net in `net.yaml`"]
+    yield "\n".join(f"- {line}" for line in lines)
+
+
+def _of_results(name: str, seed: str, results: Results) -> Iterator[str]:
+    data, metric = results.data, results.metric
+    sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
+    yield f"## Data\n\n{data['name']}: {', '.join(sizes)} {metric.counted}."
+    learnt = objectives(results).get(name)
+    method = [f"Method: {learnt}." if learnt else "It was trained with labels alone."]
+    method += [f"Settings: {'; '.join(settings(results.config, results.free))}."]
+    yield "## Method\n\n" + "\n\n".join(method)
+    score = _score(name, seed, results)
+    of_this = "" if score is None else f"This net, of {seed}: {metric.title} {metric.scale * score:.{metric.digits}f}."
+    row = results.students.get(name)
+    interval = ""
+    if row is not None and row.delta_vs_ce is not None and name != row.baseline:
+        spread = ", with its 95 % interval over seeds" if row.delta_vs_ce["low"] is not None else ""
+        interval = f"Difference to {row.baseline}{spread}: {metric.difference(row.delta_vs_ce)} {metric.unit}."
+    seeds = f"All nets of the run, of seeds {', '.join(map(str, results.seeds))}:"
+    yield "## Results\n\n" + "\n\n".join(
+        part for part in (of_this, interval, seeds, table(results).markdown(), *notes(results)) if part
+    )
+    if name in results.nets:
+        figures = [results.nets[name].with_means()]
+        costs = (figure.column(figures) for figure in (PARAMETERS, STEP, COST))
+        lines = [f"- {title}: {values[0]}" for title, values in costs]
+        yield "## Cost\n\n" + "\n".join([*lines, f"- hardware: {results.hardware.get('cpu')}"])
+
+
+def _made_by(facts: NetFacts, run: Path) -> Iterator[str]:
+    yield from (f"`{command}`" for command in environment.commands(run))
+    yield f"commit {facts.commit or 'unknown'}"
+    yield ", ".join(f"{name} {version}" for name, version in facts.versions.items())

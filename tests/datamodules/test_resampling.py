@@ -1,0 +1,243 @@
+"""Balanced batches, weights of classes, label noise, repeated augmentation: formulas, any number of processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.batch import HIDDEN, Batch
+from apprentice.keyed import Dropout
+from datamodules import Digits
+from datamodules.loaders import TrainLoader
+from datamodules.resampling import ResampledOrder
+from experiments import kd
+from harness.runs.quiet import quiet
+from lit_modules.objectives import RKD, CrossEntropy, Hinton, Objective
+from tests.callbacks import SaveAndStop
+from tests.commands import bad_input, refuse, results
+from tests.datamodules.test_streams import ended
+from tests.strategies.test_strategies import STEPS
+from tests.training import assert_agree, assert_same, classifier, digits, distil, fit, on, outcome, trainer, weights
+
+LONG_TAIL = torch.tensor([0] * 60 + [1] * 30 + [2] * 10 + [3])
+
+
+def order(batch_size: int = 16, epoch: int = 0, **options: Any) -> ResampledOrder:
+    made = ResampledOrder(LONG_TAIL, options.get("balanced", True), options.get("copies", 1), batch_size, 7)
+    made.set_epoch(epoch)
+    return made
+
+
+def test_an_epoch_has_equal_counts_of_classes_and_no_sample_again_before_all_of_its_class() -> None:
+    seen = set[int]()
+    for epoch in range(4):
+        made = order(epoch=epoch)
+        places = made.places(made.indices())
+        assert len(places) == 101
+        assert sorted(LONG_TAIL[places].bincount().tolist()) == [25, 25, 25, 26]
+        for label in range(4):
+            appearances = places[LONG_TAIL[places] == label].bincount(minlength=101)[label == LONG_TAIL]
+            assert appearances.max() - appearances.min() <= 1
+        assert len(made.indices().unique()) == 101  # each appearance has its own draw
+        assert order(epoch=epoch).indices().equal(made.indices())
+        seen |= {*places[LONG_TAIL[places] == 0].tolist()}
+    assert len(seen) > 45  # of 60, of which 25 or 26 come in an epoch
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_a_batch_has_each_of_its_samples_so_many_times(copies: int) -> None:
+    made = order(balanced=False, copies=copies)
+    used = set[int]()
+    for batch in made.indices().split(16):
+        places = made.places(batch)
+        counts = places.unique(return_counts=True)[1]
+        assert len(counts) == -(-len(batch) // copies)
+        assert (counts[:-1] >= copies - 1).all()
+        assert not used & {*places.tolist()}  # in an epoch a sample comes in one batch
+        used |= {*places.tolist()}
+        draws = batch // 101
+        assert {*draws.tolist()} == {*range(min(copies, len(batch)))}
+
+
+RESAMPLED = [{"balanced": True}, {"augment_repeats": 3}, {"balanced": True, "augment_repeats": 2, "mixup": 0.4}]
+
+
+@pytest.mark.parametrize("options", RESAMPLED, ids=str)
+def test_ranks_have_the_rows_of_one_process(options: dict[str, Any]) -> None:
+    data = digits(augment=True, **options)
+    whole = data.train_dataloader()
+    shares = [TrainLoader(whole.split, 37, data._order(101), rank, 3, partners=whole.partners) for rank in range(3)]
+    for batch, *parts in zip(whole, *shares, strict=True):
+        for field in ("inputs", "labels", "index", "draws", "rows"):
+            assert torch.cat([getattr(part, field) for part in parts]).equal(getattr(batch, field)), field
+        assert data.split("train").labels[batch.index].equal(batch.labels)
+
+
+def test_copies_are_augmented_by_draws_of_their_own() -> None:
+    data = digits(augment=True, augment_repeats=2)
+    index = torch.tensor([5, 5 + 101])
+    stored = data.split("train").take(index % 101)[0]
+    first, second = data.augmented(stored, 3, index)
+    assert not first.equal(second)
+    assert first.equal(digits(augment=True).augmented(stored[:1], 3, torch.tensor([5]))[0])  # as without copies
+
+
+@pytest.mark.parametrize("options", RESAMPLED, ids=str)
+def test_a_stream_trains_to_the_bits_of_memory(options: dict[str, Any], tmp_path: Path) -> None:
+    from datamodules import ImageFolder
+    from tests.datamodules.test_image_folder import picture
+
+    for label, count in (("a", 14), ("b", 5)):
+        for number in range(count):
+            picture(tmp_path / "train" / label / f"{number}.png", number, (8, 8))
+            picture(tmp_path / "test" / label / f"{number}.png", number, (8, 8))
+    more = {"augment": True, "batch_size": 7, "validation_size": 0, **options}
+    expected = ended(ImageFolder(tmp_path, cache="memory", **more))
+    for workers in (0, 2):
+        assert_same(ended(ImageFolder(tmp_path, cache="none", num_workers=workers, **more)), expected)
+
+
+WEIGHTS = [float(1 + number % 4) for number in range(10)]
+CASES: dict[str, dict[str, Any]] = {
+    "balanced": {"balanced": True},
+    "weights": {"class_weights": WEIGHTS},
+    "all": {"balanced": True, "class_weights": "balanced", "augment": True, "augment_repeats": 3, "label_noise": 0.2},
+    "hidden": {"class_weights": WEIGHTS, "labelled": 40},
+    "mixed": {"class_weights": WEIGHTS, "mixup": 0.4},
+}
+
+
+@pytest.mark.parametrize("place", ["ddp 2", "ddp 3", pytest.param("pipeline 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "all" else pytest.mark.slow) for case in CASES]
+)
+def test_any_number_of_processes_learns_the_same(case: str, place: str, tmp_path: Path) -> None:
+    where = place
+
+    def run(place: str) -> Any:
+        options = CASES[case]
+        students: dict[str, Objective] = {"ce": CrossEntropy(label_smoothing=0.1), "kd": Hinton()}
+        students |= {} if "pipeline" in where else {"rkd": RKD()}  # it relates rows
+        module = distil(students, labelled="labelled" not in options)
+        return outcome(module, digits(**options), tmp_path, ["kd/train/loss"], **on(place), **STEPS)
+
+    assert_agree(run("auto 1"), run(place))
+
+
+@pytest.mark.parametrize("case", ["all", pytest.param("hidden", marks=pytest.mark.slow)])
+def test_exact_bits_are_those_of_one_process(case: str, tmp_path: Path) -> None:
+    def run(place: str) -> dict[str, Tensor]:
+        module = distil({"kd": Hinton(), "rkd": RKD()}, labelled="labelled" not in CASES[case])
+        return weights(fit(module, digits(**CASES[case]), **on(place), max_epochs=1))
+
+    assert_same(run("ddp 2 exact 3"), run("ddp 1 exact 3"))
+
+
+def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+
+    def ended_with(**options: Any) -> dict[str, Tensor]:
+        resumed = {"ckpt_path": path, "weights_only": True} if path.exists() else {}
+        module = distil({"kd": Hinton()})
+        with quiet():
+            trainer(**STEPS | {"max_steps": 8, "precision": "32-true"} | options).fit(
+                module, digits(**CASES["all"]), **resumed
+            )
+        return weights(module)
+
+    right = ended_with()
+    ended_with(callbacks=[SaveAndStop(path, 4)])
+    assert_same(ended_with(), right)
+
+
+def first_batch(**options: Any) -> Batch:
+    data = digits(**options)
+    data.trainer = None
+    return data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+
+
+def without_dropout(module: Any) -> Any:
+    for layer in module.modules():
+        if isinstance(layer, Dropout):
+            layer.p = 0.0
+    return module.double()
+
+
+@pytest.mark.parametrize("labelled", [None, 40])
+def test_weighted_losses_are_torchs(labelled: int | None) -> None:
+    """The teacher's and the students', in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = first_batch(class_weights=WEIGHTS, labelled=labelled)
+        known, w = batch.labels != HIDDEN, torch.tensor(WEIGHTS)
+        assert known.all() == (labelled is None)
+        module, labels = without_dropout(classifier()), batch.labels[known]
+        expected = F.cross_entropy(module(batch.inputs)[known], labels, weight=w)
+        torch.testing.assert_close(module.shard_step(batch)[0], expected, rtol=1e-12, atol=0)
+        students = without_dropout(distil({"ce": CrossEntropy(), "kd": Hinton()}, labelled=labelled is None))
+        expected = F.cross_entropy(students.net_of("ce")(batch.inputs)[known], labels, weight=w)
+        parts = students.shard_step(batch)[1]
+        for name in ("ce/loss", "ce/ce", "kd/ce"):  # both begin with the same weights
+            torch.testing.assert_close(parts[name].mean(), expected, rtol=1e-12, atol=0)
+        plain = students.shard_step(batch._replace(class_weights=None))[1]
+        assert plain["kd/kd"].equal(parts["kd/kd"])  # the teacher's part has no weights
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    data = digits(class_weights="balanced")
+    labels = data.split("train").labels
+    expected = compute_class_weight("balanced", classes=np.arange(10), y=labels.numpy())
+    assert data.weights_of_classes(labels).tolist() == pytest.approx(expected.tolist(), rel=1e-15)
+
+
+def test_label_noise_is_in_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"train_size": 200, "validation_size": 100}
+    clean, noisy, again = (digits(label_noise=noise, **options) for noise in (0.0, 0.3, 0.3))
+    for part in ("validation", "test"):
+        for one, other in zip(clean.split(part), noisy.split(part), strict=True):
+            assert one.equal(other)
+    truth, labels = clean.split("train").labels, noisy.split("train").labels
+    assert int((truth != labels).sum()) == 60
+    assert labels.equal(again.split("train").labels)
+    assert not labels.equal(digits(label_noise=0.3, seed=1, **options).split("train").labels)
+    assert 0 <= int(labels.min()) <= int(labels.max()) < 10
+    assert len((labels - truth).remainder(10).unique()) == 10  # symmetric: every other class
+    assert (
+        "Digits: label noise: 60 of 200 training labels are another class, by --data.seed 0\n"
+        in capsys.readouterr().err
+    )
+
+
+def test_what_can_not_be_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"class_weights": [1.0, 2.0]}, "data.class_weights [1.0, 2.0]: expected balanced, or a list"),
+        ({"class_weights": [-1.0] * 10}, "data.class_weights [-1.0, "),
+        ({"class_weights": [0.0] * 10}, "data.class_weights [0.0, "),
+        ({"label_noise": 1.0}, "data.label_noise 1.0: expected a fraction"),
+        ({"balanced": True, "labelled": 30}, "data.balanced true: expected --data.labelled left out"),
+        ({"balanced": True, "partition": [0.5, 0.5]}, "data.balanced true: expected --data.partition left out"),
+        ({"augment_repeats": 2}, "data.augment_repeats 2: expected --data.augment true"),
+        ({"augment_repeats": 0, "augment": True}, "data.augment_repeats 0: expected a whole number"),
+    ]
+    for options, line in cases:
+        assert bad_input(lambda options=options: Digits(**options).setup()).startswith(line)
+
+
+def test_a_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data.label_noise", "0.25", "--data.class_weights", "balanced", "--data.balanced", "true"]
+    flags += ["--data.train_size", "120", "--teacher", "LightNN", "--only", "ce", "--seeds", "1"]
+    kd.main([*flags, "--trainer.max_epochs", "1", "--out", str(tmp_path / "run")])
+    shown, told = capsys.readouterr()
+    noise = "label noise: 25 % of the training labels are another class, on purpose; no others."
+    assert noise in " ".join(shown.split())
+    assert "Digits: weights of classes: 0 " in told
+    assert results(tmp_path / "run")["config"]["data"]["init_args"]["label_noise"] == 0.25
+    assert refuse(kd.main, ["--data.class_weights", "equal"], tmp_path, capsys).startswith("--data.class_weights equal")

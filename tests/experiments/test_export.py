@@ -1,0 +1,290 @@
+"""A student that leaves: files that answer where this project is not, the card, the push to a hub."""
+
+import base64
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from torchvision import models
+
+from apprentice.errors import BadInput
+from datamodules.preparation import Kind, Preparation
+from experiments import export, kd, predict
+from harness.runs.nets import load_net, save_net, spec
+from harness.studies.deploy import hub, leaving
+from harness.studies.deploy.card import model_card
+from harness.studies.deploy.package import FILES, TEMPLATES, export_net
+from lit_modules.nets import LightNN, RNNClassifier, Torchvision
+from tests.commands import Refusal, results
+from tests.harness.test_predict import draw
+from tests.net_facts import facts
+from tests.processes import Run
+from tests.training import SHAPE, net
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ("apprentice", "lit_modules", "datamodules", "strategies", "harness", "lab", "experiments")
+# Python without `site`, so without the .pth file that leads to an editable install of this project.
+ELSEWHERE = f"""
+import importlib.util, runpy, sys
+sys.path.append({sysconfig.get_path("purelib")!r})
+assert not [name for name in {PROJECT!r} if importlib.util.find_spec(name)]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+pytestmark = pytest.mark.usefixtures("one_thread")
+FLAGS = ["--seeds", "2", "--trainer.max_epochs", "1", "--only", "ce", "kd", "--data.train_size", "200"]
+
+
+def elsewhere(script: Path, *arguments: str) -> str:
+    """What a script prints in a process that can't import this project."""
+    command = [sys.executable, "-I", "-S", "-c", ELSEWHERE, str(script), *arguments]
+    done = subprocess.run(
+        command, cwd="/", env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_a_run_s_students_leave_as_folders_that_answer_without_this_project(tmp_path: Path) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    Run(kd.main, [*FLAGS, "--out", str(run), "--export", str(exported)], log=tmp_path / "log").check()
+    assert sorted(path.name for path in exported.iterdir()) == ["ce", "kd"]
+    assert {path.name for path in (exported / "kd").iterdir()} == set(FILES)
+    draw(tmp_path / "images", ["a.png", "b.png", "c.png"], (9, 12))
+    images = sorted((tmp_path / "images").iterdir())
+    given = [
+        "--run",
+        str(run / "seed0" / "kd"),
+        "--inputs",
+        str(tmp_path / "images"),
+        "--out",
+        str(tmp_path / "out.csv"),
+    ]
+    Run(predict.main, [*given, "--top", "1"], log=tmp_path / "predicted").check()
+    expected = [line.split(",")[1:] for line in (tmp_path / "out.csv").read_text().splitlines()[1:]]
+    printed = [line.split("\t") for line in elsewhere(exported / "kd" / "use.py", *map(str, images)).splitlines()]
+    assert [Path(name).name for name, *_ in printed] == [path.name for path in images]
+    assert [label for _, label, _ in printed] == [label for label, _ in expected]
+    for (_, _, share), (_, probability) in zip(printed, expected, strict=True):
+        assert float(share) == pytest.approx(float(probability), abs=6e-5)
+    assert (exported / "kd" / "labels.txt").read_text().split() == [*"0123456789"]
+    (tmp_path / "all.py").write_text(LOADS_ALL)
+    logits = json.loads(elsewhere(tmp_path / "all.py", str(exported / "kd")))
+    plain = load_net(run / "seed0" / "kd")(torch.linspace(-1, 1, 128).view(2, 1, 8, 8))
+    torch.testing.assert_close(torch.tensor(logits), plain.detach(), rtol=0, atol=1e-5)
+    again = Run(kd.main, ["--out", str(run), "--resume", "true", "--export", str(exported)], log=tmp_path / "again")
+    assert "a new folder; or --overwrite true; this one holds README.md" in again.check(2)
+
+
+LOADS_ALL = """
+import json, sys, torch
+from safetensors.torch import load_file
+folder = sys.argv[1]
+assert load_file(f"{folder}/weights.safetensors")
+net = torch.export.load(f"{folder}/model.pt2").module()
+print(json.dumps(net(torch.linspace(-1, 1, 128).view(2, 1, 8, 8)).tolist()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_texts_and_torchvision_s_nets_leave(tmp_path: Path) -> None:
+    known = facts(inputs=Preparation(kind="bytes", shape=(6,)), classes=("neg", "pos"))
+    arguments: dict[str, Any] = {"input_shape": (6,), "num_classes": 2}
+    save_net(RNNClassifier(**arguments), spec("lit_modules.nets.RNNClassifier", arguments), tmp_path / "words", known)
+    assert export_net(tmp_path / "words", tmp_path / "exported") == {}
+    with torch.no_grad():
+        tokens = torch.tensor([[*b"good\0\0"], [*b"bad on"]])
+        best = load_net(tmp_path / "words")(tokens).softmax(1).max(1)
+    lines = elsewhere(tmp_path / "exported" / "use.py", "good", "bad one").splitlines()
+    for line, text, share, number in zip(lines, ("good", "bad one"), best.values, best.indices, strict=True):
+        assert line == f"{text}\t{known.classes[number]}\t{float(share):.4f}"
+    arguments = {"name": "squeezenet1_1", "input_shape": (3, 32, 32), "num_classes": 3}
+    image = Preparation(kind="images", shape=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
+    ours = Torchvision(**arguments)
+    save_net(ours, spec("lit_modules.nets.Torchvision", arguments), tmp_path / "net", facts(inputs=image, classes=()))
+    assert export_net(tmp_path / "net", tmp_path / "plain") == {}
+    from safetensors.torch import load_file
+
+    models.squeezenet1_1(num_classes=3).load_state_dict(load_file(tmp_path / "plain" / "weights.safetensors"))
+    assert (tmp_path / "plain" / "labels.txt").read_text() == "0\n1\n2\n"
+
+
+def test_a_card_says_from_what_how_good_and_at_what_cost(tmp_path: Path) -> None:
+    kd.main([*FLAGS, "--out", str(tmp_path / "run")])
+    known = results(tmp_path / "run")
+    card = model_card(tmp_path / "run" / "seed1" / "kd", facts(commit="abc"), 21690)
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["pipeline_tag"], head["metrics"]) == ("image-classification", ["accuracy"])
+    (scored,) = head["model-index"][0]["results"]
+    assert scored["metrics"][0]["value"] == known["students"]["kd"]["test_acc"][1]
+    page = (tmp_path / "run" / "results.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| (teacher|ce|kd) ", line)]
+    assert len(rows) >= 3
+    assert all(row in card for row in rows[:3])
+    sizes = f"Digits: {known['data']['train']} train, {known['data']['validation']} validation, 360 test samples."
+    for part in (sizes, "Hinton(temperature=", "## Cost", "abc", "21,690"):
+        assert part in card, part
+    assert re.search(r"Difference to ce, with its 95 % interval over seeds: [-+0-9.]+ \[", card)
+    assert "kd.main" not in card
+    save_net(
+        net(LightNN), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "a" / "b" / "c", facts()
+    )
+    assert "The run left no table of results." in model_card(tmp_path / "a" / "b" / "c", facts(), 3)
+
+
+def test_how_to_use_a_folder_takes_fifteen_lines() -> None:
+    for kind in get_args(Kind):
+        lines = (TEMPLATES / f"{kind}.py.txt").read_text().splitlines()
+        assert len(lines) <= 15
+        assert max(map(len, lines)) <= 120
+        compile("\n".join(lines), kind, "exec")
+
+
+class Stub(BaseHTTPRequestHandler):
+    """A hub with room for one model; it keeps what is committed."""
+
+    files: dict[str, bytes]
+    wishes: list[Any]
+    refuses = False
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.answer(404, {"error": "there is none"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        address = f"http://127.0.0.1:{self.server.server_port}/me/model"  # type: ignore[attr-defined]
+        if self.refuses:
+            self.answer(403, {"error": "this token may not write"})
+        elif self.path.endswith("/repos/create"):
+            self.wishes.append(json.loads(body))
+            self.answer(200, {"url": address, "id": "1", "name": "me/model"})
+        elif "preupload" in self.path:
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            self.answer(200, {"files": files})
+        elif "/commit/" in self.path:
+            for entry in map(json.loads, body.splitlines()):
+                if entry["key"] == "file":
+                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            self.answer(200, {"commitUrl": f"{address}/commit/{'a' * 40}", "commitOid": "a" * 40, "success": True})
+        else:
+            self.answer(200, {"errors": [], "warnings": []})
+
+    def answer(self, code: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Stub]]:
+    """A hub at an address that huggingface_hub is told by the environment."""
+    kind = type("Kind", (Stub,), {"files": {}, "wishes": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in {
+            "ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HOME": str(tmp_path),
+            "TOKEN": "t",
+        }.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        yield kind
+        server.shutdown()
+
+
+def afresh(main: Any, *arguments: Any) -> None:
+    """Call a function where huggingface_hub reads the environment anew."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    main(*arguments)
+
+
+@pytest.mark.extras("huggingface_hub")
+def test_a_folder_is_pushed_whole_and_a_refusal_is_one_line(stub: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlibrary_name: onnx\n---\n# A net\n")
+    (folder / "model.onnx").write_bytes(bytes(range(256)))
+
+    def call() -> None:
+        print(hub.push(folder, "me/model", private=True))
+
+    said = Run(afresh, call, log=tmp_path / "log").check()
+    assert said.splitlines()[-1].endswith("/me/model")
+    assert stub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert stub.wishes == [{"name": "model", "organization": "me", "visibility": "private"}]
+
+    def refused() -> None:
+        with pytest.raises(BadInput, match=r"push me/model: expected a repository .*; \w+: .*403") as error:
+            hub.push(folder, "me/model", private=True)
+        assert "\n" not in str(error.value)
+
+    stub.refuses = True
+    Run(afresh, refused, log=tmp_path / "refused").check()
+    with pytest.raises(BadInput, match="push a//b: expected a repository's name"):
+        hub.check_repo("a//b")
+
+
+@pytest.mark.extras("onnxruntime", "onnxscript", "safetensors", "huggingface_hub")
+def test_the_page_s_push(stub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (command,) = re.findall(r"^python experiments/export.py(.*--push.*)$", page, re.MULTILINE)
+    names = {"NAME/MODEL": "me/model", "RUN/seed0/kd": str(tmp_path / "net"), "exported": str(tmp_path / "exported")}
+    flags = [names.get(flag, flag) for flag in shlex.split(command)]
+    save_net(net(LightNN), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "net", facts())
+
+    def write(folder: Path, out: Path) -> dict[str, str]:  # for real: the tests above
+        out.mkdir()
+        for name in FILES:
+            (out / name).write_text(f"{folder}")
+        return {}
+
+    monkeypatch.setattr(leaving, "export_net", write)
+    said = Run(afresh, export.main, flags, log=tmp_path / "log").check()
+    assert set(stub.files) == set(FILES)
+    assert said.rstrip().endswith("/me/model")
+
+
+def test_what_can_not_leave_is_one_line(tmp_path: Path, refusal: Refusal) -> None:
+    plain = spec("lit_modules.nets.LightNN", {"input_shape": SHAPE})
+    save_net(net(LightNN), plain, tmp_path / "seed0" / "kd", facts())
+    save_net(net(LightNN), plain, tmp_path / "old")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").touch()
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / "README.md").touch()
+    new = tmp_path / "new"
+    known = ["--run", tmp_path / "seed0" / "kd"]
+    for flags, says in (
+        (["--run", tmp_path, "--out", new], f"there: {tmp_path}/old, {tmp_path}/seed0/kd"),
+        (["--out", new], "--run (nothing): expected a net's folder"),
+        (["--run", tmp_path / "old", "--out", new], "train it again"),
+        ([*known, "--out", tmp_path / "taken", "--overwrite", "true"], "a new folder; this one holds mine.txt"),
+        ([*known, "--out", ours], "a new folder; or --overwrite true; this one holds README.md"),
+        ([*known, "--out", new, "--resume", "true"], "--overwrite true writes the folder again"),
+    ):
+        assert says in refusal(export.main, *flags)
+    line = refusal(kd.main, "--only", "ce", "--export", tmp_path / "taken" / "mine.txt", "--out", tmp_path / "run")
+    assert line.startswith(f"--export {tmp_path}/taken/mine.txt/ce: expected a folder that can be written")
+    assert not new.exists()
