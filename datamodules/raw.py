@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules.encoded import Files, to_rgb, turn_upright
+from datamodules.encoded import Files
 from datamodules.splits import Split
 
 READ, DAMAGED = 1, 0  # in place of a label
@@ -54,9 +54,7 @@ class RawImages:
 
     def decode(self, place: int) -> Image.Image:
         """Read one image; BadInput says why it can't be read."""
-        with self._files.open_image(place) as image:
-            turned, form = turn_upright(image), image.format
-        colours = to_rgb(turned, form, "inputs", self._files.name(place))
+        colours = self._files.upright(place)
         return fit(colours if self.channels == 3 else colours.convert("L"), *self.size)
 
 
