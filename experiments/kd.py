@@ -48,7 +48,6 @@ from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.tasks import ClassMetric
 
 
 @dataclass
@@ -60,12 +59,13 @@ class Options(cli.RunOptions):
             no --data is chosen it is few-labels; null gives the options' own defaults.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
-        metric: what nets are judged by, in the table and beside the accuracy of the validation.
         best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
             val/loss; the earliest of equals; the teacher's, too. Default: of the last epoch.
         early_stopping: stop each net by itself, once this score of the validation, as val/loss, has not become better
             for --patience validations; the teacher, too. The others train on.
         patience: validations that --early_stopping waits; default: 3.
+        student_seconds: time for each student: the steps of its own training, timed alone beforehand, that fit into it.
+            Numbers depend on the machine then. Training ends at --trainer.max_epochs all the same.
         ema: decay, as 0.999, of moving averages of students' weights; they are tested beside the weights.
         tune: compare the best of N settings of each method; --search.kd.kd_weight log(1,16).
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
@@ -88,10 +88,10 @@ class Options(cli.RunOptions):
     recipe: Recipe | None = None
     only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
     zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
-    metric: ClassMetric = field(default="accuracy", metadata=cli.OnResume(why="what is tested is tested once").metadata)
     best_epoch: str | None = None
     early_stopping: str | None = None
     patience: int | None = None
+    student_seconds: float | None = None
     ema: float | None = None
     tune: int | None = None
     tune_seeds: int | list[int] | None = None
@@ -149,7 +149,12 @@ class Options(cli.RunOptions):
             self.patience = 3 if self.patience is None else self.patience
             if self.patience < 1:
                 raise BadInput("patience", self.patience, "a number of validations, at least 1")
-        for name in ("best_epoch", "early_stopping"):
+        if self.student_seconds is not None and not self.student_seconds > 0:
+            raise BadInput("student_seconds", self.student_seconds, "seconds, above 0")
+        if self.student_seconds is not None and self.exact is not None:
+            expected = "it left out: --exact has the same bits on any machine, and how many steps fit into it depends"
+            raise BadInput("student_seconds", self.student_seconds, f"{expected} on the machine")
+        for name in ("best_epoch", "early_stopping", "student_seconds"):
             if self.tune is not None and (value := vars(self)[name]) is not None:
                 raise BadInput(name, value, "it left out: --tune compares settings by their last epochs")
 
@@ -190,6 +195,9 @@ def parser() -> cli.Parser:
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
+    judged = cli.OnResume(why="what is tested is tested once")
+    about = "what nets are judged by, in the table and beside the accuracy of the validation"
+    parser.add_classes("metric", cli.MetricClasses(), judged, "accuracy", about)
     parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"

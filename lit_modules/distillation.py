@@ -212,6 +212,9 @@ class Distillation(AveragingLearner):
     def module_of(self, run: str) -> nn.Module:
         return self.students[run]
 
+    def peers_of(self, run: str) -> list[str]:
+        return list(self.students[run].objective.peers)
+
     def names_of(self, run: str, names: Iterable[str]) -> list[str]:
         return [name for name in names if name.startswith((f"students.{run}.", f"averages.{run}."))]
 

@@ -69,6 +69,10 @@ class RunMetrics(Recorded, ChecksBatches):
     def active_runs(self) -> list[str]:
         return [run for run in self.runs if run not in self.inactive]
 
+    def peers_of(self, run: str) -> list[str]:
+        """Other runs that a run learns from."""
+        return []
+
     def names_of(self, run: str, names: Iterable[str]) -> list[str]:
         """Those of the names in the module's state that are of a run."""
         return list(names)
@@ -164,7 +168,7 @@ class RunMetrics(Recorded, ChecksBatches):
             averaged = self.predict_averaged(batch.inputs)
         for run, logits in predicted.items():
             self.check_labels(logits, batch)
-            self.scores_of(run).update(logits, batch.labels)
+            _update(self.scores_of(run), logits, batch)
         self._score_averaged(averaged, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -176,7 +180,7 @@ class RunMetrics(Recorded, ChecksBatches):
         for run, logits in predicted.items():
             scores = self.scores_of(run)
             self.check_labels(logits, batch)
-            scores.update(logits, batch.labels)
+            _update(scores, logits, batch)
             values = scores.of_sample(logits, batch.labels)
             if teacher is not None:
                 values |= fidelity(logits, teacher, batch.labels)
@@ -184,7 +188,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
     def _score_averaged(self, predicted: Mapping[str, Tensor], batch: Batch) -> None:
         for run, logits in predicted.items():
-            cast("Scores", self.averaged_scores[run]).update(logits, batch.labels)
+            _update(cast("Scores", self.averaged_scores[run]), logits, batch)
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
@@ -234,6 +238,11 @@ class RunMetrics(Recorded, ChecksBatches):
     def _log_epoch(self, values: Mapping[str, Any], stage: str) -> None:
         # All ranks have the same values: their maximum equals each bit for bit, where a mean would round.
         self.log_dict(tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+
+
+def _update(scores: Scores, logits: Tensor, batch: Batch) -> None:
+    scores.index = batch.index
+    scores.update(logits, batch.labels)
 
 
 def tags(values: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -32,9 +32,9 @@ class Choice:
         return self.class_path.rpartition(".")[2]
 
     @property
-    def target(self) -> type:
-        """The class."""
-        return import_class(self.class_path, "")
+    def target(self) -> Any:
+        """The class, or the function."""
+        return import_target(self.class_path, "")
 
     @property
     def signature(self) -> Signature:
@@ -99,6 +99,10 @@ class Classes:
         inside = vars(self.package).get(chosen.__name__) is chosen
         return self._whole(chosen.__name__) if inside or chosen in self.more else name
 
+    def arguments_to_skip(self, chosen: Any) -> frozenset[str]:
+        """Return the arguments of a class that are not options."""
+        return self.skip
+
     def expected(self, name: Any = "") -> str:
         """Return the short names, for a message, and those near to `name`."""
         names = list(self.by_name)
@@ -112,6 +116,16 @@ def put_working_directory_first() -> None:
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()  # a file may be new
+
+
+def import_target(path: str, key: str) -> Any:
+    """Import a class, or a function, by its path, as `import_class` does."""
+    put_working_directory_first()
+    try:
+        target = pkgutil.resolve_name(path)
+    except Exception:  # noqa: BLE001 - of whatever kind: it is said below
+        target = None
+    return target if inspect.isfunction(target) else import_class(path, key)
 
 
 def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:

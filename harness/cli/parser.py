@@ -61,10 +61,12 @@ class Parser:
         self.classes[key] = Classes(bases, package, frozenset(skip))
         self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
-    def add_classes(self, key: str, classes: Classes, on_resume: OnResume) -> None:
-        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own; none by default."""
+    def add_classes(
+        self, key: str, classes: Classes, on_resume: OnResume, default: Any = None, about: str = ""
+    ) -> None:
+        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own."""
         self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(written=False), None)
+        self._add(key, Entry(about=about, written=default is not None), default)
 
     def add_variants(
         self,
@@ -338,8 +340,10 @@ class Parser:
         parts = {}
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
-            if key in self.classes and not key.endswith(tuple(training.RATES)) and chosen:
-                parts[key] = " ".join(rows.list_used(config, key)) if entry.named else chosen.name
+            if key in self.classes and not key.endswith((*training.RATES, "metric")) and chosen:
+                parts[key] = (
+                    " ".join(rows.list_used(config, key)) if entry.named else str(getattr(chosen, "name", chosen))
+                )
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
         if recipe := vars(config).get("recipe"):

@@ -84,11 +84,13 @@ class Resolver:
                 self.settings = {**layer(entry, setting.source, f"{key}.{i}"), **self.settings}
             return [self.choose(classes, f"{key}.{i}") for i in range(len(name))]
         chosen, sets = classes.find(name, key)
-        if not isinstance(chosen, type):
+        if not callable(chosen):
             end = "" if chosen is None else f"; {chosen} is a name without options"
             self._find_unknown(key, (), lambda _: f"--{key} with the name of a class beside it{end}")
             return chosen
-        return Choice(classes.path(chosen, name), self.options(options_of(chosen, classes.skip), key, sets))
+        return Choice(
+            classes.path(chosen, name), self.options(options_of(chosen, classes.arguments_to_skip(chosen)), key, sets)
+        )
 
     def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""

@@ -24,19 +24,20 @@ Missing = inspect.Parameter.empty  # the value of a required option that was not
 
 
 class Signature:
-    """Names, types, defaults and descriptions of a class's options.
+    """Names, types, defaults and descriptions of the options of a class, or of a function.
 
     jsonargparse resolves the constructor, through `**kwargs` too, and checks, serializes and instantiates values. Each
     option is checked by itself, so that an error belongs to one flag. `skip` are arguments that are not options,
     perhaps with what to do instead; `types` replace types of the constructor.
     """
 
-    def __init__(self, target: type[Any], skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, target: Any, skip: Iterable[str] = (), types: Mapping[str, Any] | None = None) -> None:
         self.target, parameters = target, inspect.signature(target).parameters
         self._skip, self._instead = frozenset(skip), skip if isinstance(skip, Mapping) else {}
         self.path = f"{target.__module__}.{target.__qualname__}"
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
-        self._parser.add_class_arguments(target, skip={*skip}, as_group=False, fail_untyped=False)
+        add = self._parser.add_class_arguments if inspect.isclass(target) else self._parser.add_function_arguments
+        add(target, skip={*skip}, as_group=False, fail_untyped=False)
         self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
         names = set(self._parser.get_defaults().keys())
         for name, action in ((action.dest, action) for action in self._parser._actions if action.dest in names):

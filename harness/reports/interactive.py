@@ -79,7 +79,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
     return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
-_DIFFERENCES = "Each student's paired difference over seeds, and its 95 % interval, taken alone."
+_DIFFERENCES = "Each student's paired difference with its intervals over seeds: thick alone, thin corrected."
 _LEARNT = "Objectives of the students:"
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "

@@ -149,7 +149,7 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
     """
     students, seeds, metric = results.students, results.seeds, results.metric
     spread = f" ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else ""
-    lines = [f"{metric.word.capitalize()}: mean{spread}." if spread else ""]
+    lines = [f"{metric.word[0].upper()}{metric.word[1:]}: mean{spread}." if spread else ""]
     lines += [
         f"{name}: one net, tested once, which taught with every seed."
         for name, teacher in results.teachers.items()
@@ -166,7 +166,9 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
         for name, student in students.items()
         if student.net
     ]
-    lines += _labels(results) + _kept_teacher(results) + _best_epochs(results) + ended_early(results)
+    lines += (
+        _labels(results) + _kept_teacher(results) + _best_epochs(results) + _budgets(results) + ended_early(results)
+    )
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
     baselines = dict.fromkeys(student.baseline for student in students.values())
     lines += conclusions(results) if concluded else []
@@ -253,6 +255,19 @@ def _best_epochs(results: Results) -> list[str]:
     ]
 
 
+def _budgets(results: Results) -> list[str]:
+    """Say what students' time was, and how many steps they took in it."""
+    if (seconds := results.config.get("student_seconds")) is None:
+        return []
+    steps = {name: student.trained_steps for name, student in results.students.items() if student.trained_steps}
+    counts = {name: join_words([NONE if n is None else count(n) for n in of_seeds]) for name, of_seeds in steps.items()}
+    taken = "; ".join(f"{name} {of_seeds}" for name, of_seeds in counts.items()) or "none of them used it up"
+    alone = (
+        "each student had the time of so many steps of its own, timed alone on this machine, on which figures depend"
+    )
+    return [f"--student_seconds {seconds:g}: {alone}. Steps, seed by seed: {taken}."]
+
+
 def planned_epochs(run: Header) -> int | None:
     """Return the epochs of a run's nets, as its settings have them."""
     epochs: int | None = (run.config.get("trainer") or {}).get("max_epochs")
@@ -277,7 +292,7 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
             nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())
-    why = "by --early_stopping, --trainer.max_time or max_steps, or a callback"
+    why = "by --early_stopping, --student_seconds, --trainer.max_time or max_steps, or a callback"
     return [f"Training ended early ({why}), seed by seed: {ended}."] if nets else []
 
 

@@ -5,10 +5,12 @@ results.png shows too is described once, by `figures.Dot`.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, Literal
 
+from harness.reports.differences import rows as compared_to_baselines
 from harness.reports.figures import GREY, Dot, Style, spread
 from harness.reports.results import Results
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_differences, paired_interval
@@ -51,19 +53,29 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
 
 
 def differences(results: Results) -> list[Any]:
-    """Plot each student's difference to its baseline, with its interval; nothing if none has an interval."""
+    """Plot each student's difference to its baseline, with its interval alone and, thin, corrected; nothing of none."""
     metric, rows = results.metric, list[dict[str, Any]]()
-    for group, (name, student) in enumerate(results.students.items()):
-        delta = student.delta_vs_ce
-        if name != student.baseline and delta and delta["mean"] is not None and delta["low"] is not None:
-            places = {key: metric.scale * value for key, value in delta.items() if value is not None}
-            rows.append({"name": name, "text": metric.difference(delta), **places, **_mark(Style.of(group))})
+    groups = {name: group for group, name in enumerate(results.students)}
+    for name, single, corrected, _ in compared_to_baselines(results):
+        intervals, row = {"": single, "corrected_": corrected or single}, _mark(Style.of(groups[name]))
+        texts = {f"{kind}text": metric.difference(interval) for kind, interval in intervals.items()}
+        bounds = {
+            f"{kind}{key}": metric.scale * (interval[key] or 0.0)
+            for kind, interval in intervals.items()
+            for key in ("low", "mean", "high")
+        }
+        rows.append({"name": name, **row, **texts, **bounds})
     if not rows:
         return []
     plot = _figure(
         height=110 + LINE * len(rows), y_range=[row["name"] for row in rows][::-1],
-        x_axis_label=f"Δ to ce, {metric.unit}", tooltips=[("student", "@name"), ("Δ", "@text")],
+        x_axis_label=f"Δ to ce, {metric.unit}",
+        tooltips=[("student", "@name"), ("Δ alone", "@text"), ("Δ corrected", "@corrected_text")],
     )  # fmt: skip
+    thin = {"source": _source(rows), "line_width": 1, "color": "color"}
+    plot.segment("corrected_low", "name", "corrected_high", "name", **thin)
+    for end in ("corrected_low", "corrected_high"):
+        plot.scatter(end, "name", marker="dash", size=9, angle=math.pi / 2, **thin)
     _draw_intervals(plot, rows)
     _line(plot, 0.0, "height")
     return [plot]
@@ -154,8 +166,10 @@ def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[
     means = {net: values for net, values in means.items() if any(value is not None for value in values)}
     if not means:
         return []
+    known = [value for values in means.values() for value in values if value is not None]
+    wide = 0 < 100 * min(known) < max(known)  # losses of which a large one would leave the others no height
     plot = _figure(
-        x_axis_label="epoch", y_axis_label=title,
+        x_axis_label="epoch", y_axis_label=title, y_axis_type="log" if wide else "linear",
         tooltips=[("net", "$name"), ("epoch", "@x"), (title, "@y{0.[0000]}")],
     )  # fmt: skip
     groups, lines, marks = {net: group for group, net in enumerate(results.students)}, [], []

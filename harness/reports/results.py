@@ -14,7 +14,7 @@ from harness.reports.measures import FIGURES
 from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.run_metrics import EMA
-from lit_modules.tasks import ACCURACY, METRICS, Metric
+from lit_modules.tasks import ACCURACY, METRICS, Metric, metric_of
 
 BASELINE = "ce"
 SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net
@@ -203,7 +203,7 @@ class Results(Header):
         named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
         parts: dict[str, Any] = {
-            "metric": METRICS[facts["metric"]["name"]],
+            "metric": metric_of(facts["metric"]),
             "teacher": TeacherResults.read(facts["teacher"]),
         }
         more = {name: TeacherResults.read(teacher) for name, teacher in facts.get("more_teachers", {}).items()}
@@ -213,7 +213,10 @@ class Results(Header):
         more = {name: teacher.to_json() for name, teacher in self.more_teachers.items()}
         return {
             **super().to_json(),
-            "metric": {"name": self.metric.name, "higher_is_better": self.metric.higher_is_better},
+            "metric": {
+                "name": self.metric.name, "higher_is_better": self.metric.higher_is_better,
+                **({} if self.metric.name in METRICS else {"path": self.config["metric"]["class_path"]}),
+            },
             "students_fit_seconds": self.students_fit_seconds, "classes": self.classes,
             "teacher": self.teacher.to_json(),
             "students": {name: student.to_json() for name, student in self.students.items()},

@@ -47,6 +47,11 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
 
 def check_monitors(run: Session, trainer: Trainer, module: Learner) -> None:
     """Raise BadInput if `--best_epoch` or `--early_stopping` names no score, or no score that there will be."""
+    for flag in ("early_stopping", "student_seconds"):
+        value, learners = vars(run.config).get(flag), [name for name in module.runs if module.peers_of(name)]
+        if value is not None and learners:
+            expected = f"students that learn alone; {learners[0]} learns from {module.peers_of(learners[0])[0]}"
+            raise BadInput(flag, value, expected)
     every, epochs = trainer.check_val_every_n_epoch or 1, trainer.max_epochs or -1
     for flag in ("best_epoch", "early_stopping"):
         if (monitor := vars(run.config).get(flag)) is not None:

@@ -156,13 +156,9 @@ class Display(Lines):
 
     on_exception = on_train_end  # type: ignore[assignment]  # any arguments fit
 
-    def _scores(self, trainer: Trainer, module: LightningModule) -> str:
-        tag, values = scores(trainer, module)  # short: four students fit into 80 columns
-        return f"{tag} " + " ".join(f"{name} {value:.3f}".strip() for name, value in values.items())
-
     def _print(self, line: str) -> None:
         if self._live:
-            self._live.console.print(line, markup=False)
+            self._live.console.print(line, markup=False, soft_wrap=True)  # one line to copy, as in a pipe
         else:
             super()._print(line)
 

@@ -28,7 +28,14 @@ from harness.runs.session import Session
 from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
-from harness.studies.choices import check_averages, check_batch_size, check_modules, check_net, judged_by
+from harness.studies.choices import (
+    check_averages,
+    check_batch_size,
+    check_modules,
+    check_net,
+    judged_by,
+    tell_direction,
+)
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
@@ -79,6 +86,7 @@ class BakeOff:
         session, config, (first, *others) = self.session, self.config, self.config.seeds
         trainer = session.checked_trainer()
         check_head_only(session)
+        tell_direction(session)
         check_own_settings(session)
         check_taught(config, self.arms)
         for key in self.teachers:

@@ -22,7 +22,7 @@ from harness.studies.members import choice_spec, is_ensemble, make_members
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
-from lit_modules.tasks import Metric, Task, task_of
+from lit_modules.tasks import Metric, OwnMetric, Task, task_of
 
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
 
@@ -79,7 +79,20 @@ def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
 def chosen_task(config: Namespace, data: InMemoryData) -> Task:
     """Return the data's task, judged by `--metric` if the experiment has it; BadInput for a metric of another task."""
     metric = vars(config).get("metric", DEFAULT_METRIC)
+    if isinstance(metric, cli.Choice):
+        signature = metric.signature
+        arguments = {name: x for name, x in metric.init_args.items() if x != signature.defaults.get(name)}
+        if "num_classes" in signature.hints:
+            arguments["num_classes"] = data.num_classes
+        metric = OwnMetric(metric.class_path, arguments)
     return task_of(data, None if metric == DEFAULT_METRIC else metric)
+
+
+def tell_direction(run: Session) -> None:
+    """Say that more of a metric is taken as better, where it says nothing of it."""
+    judge = getattr(chosen_task(run.config, run.data), "scored", None)
+    if isinstance(judge, OwnMetric) and judge.higher_is_better is None:
+        run.tell(f"metric {judge.path}: more is taken as better, as it has no attribute higher_is_better")
 
 
 def judged_by(config: Namespace, data: InMemoryData) -> Metric:
@@ -159,9 +172,14 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
 
 
 def check_averages(run: Session, trainer: Trainer) -> None:
-    """Raise BadInput if a strategy's ranks don't have the weights of which `--ema` takes averages."""
+    """Raise BadInput if a strategy's ranks don't have the weights that `--ema` and `--student_seconds` need."""
     usual = SingleDeviceStrategy, strategies.DDP, strategies.ZeRO1, strategies.FSDP, strategies.HSDP
     strategy, decay = trainer.strategy, vars(run.config).get("ema")
+    if (seconds := vars(run.config).get("student_seconds")) is not None and type(strategy) not in usual[:3]:
+        expected = (
+            f"--trainer.strategy ddp or ddp_zero1, whose ranks can time a step; {type(strategy).__name__}'s can't"
+        )
+        raise BadInput("student_seconds", seconds, expected)
     has_whole = type(strategy) in usual and getattr(strategy, "replica_size", 1) == 1
     if decay is not None and not has_whole:
         expected = "--trainer.strategy ddp, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"

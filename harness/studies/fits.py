@@ -32,6 +32,7 @@ from harness.runs.taught import BY_TEACHER, TEACHER, row_of
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
+from harness.studies.budgets import StudentBudget
 from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -153,7 +154,7 @@ def fit_and_test(
         if not plan.is_trained and not _is_finished(module, state, extended):
             with _stop_after_save():
                 callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
-                callbacks += [*run_callbacks(run.config), *([] if plan.until is None else [Until(plan.until)])]
+                callbacks += [*run_callbacks(run.config, plan), *([] if plan.until is None else [Until(plan.until)])]
                 epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
@@ -189,13 +190,15 @@ def _is_finished(module: Learner, state: Mapping[str, Any] | None, extended: boo
     return bool(not extended or {*module.failed, *module.stopped} >= {*module.runs})
 
 
-def run_callbacks(config: Namespace) -> list[Callback]:
-    """Make the callbacks of `--best_epoch` and `--early_stopping`, in an experiment that has them."""
+def run_callbacks(config: Namespace, plan: FitPlan) -> list[Callback]:
+    """Make the callbacks of `--best_epoch` and the like, in an experiment that has them."""
     settings, callbacks = vars(config), list[Callback]()
     if (monitor := settings.get("best_epoch")) is not None:
         callbacks.append(BestEpoch(monitor))
     if (monitor := settings.get("early_stopping")) is not None:
         callbacks.append(StopRuns(monitor, settings["patience"]))
+    if (seconds := settings.get("student_seconds")) is not None and plan.name != TEACHER:
+        callbacks.append(StudentBudget(seconds))
     return callbacks
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from apprentice.errors import BadInput
 from lit_modules.tasks.base import LABELLED, TOKENS, Metric, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
+from lit_modules.tasks.own_metric import OwnMetric, describe_own
 from lit_modules.tasks.scores import ExactMean, Scores
 from lit_modules.tasks.tokens import BITS, Tokens, TokenScores
 
@@ -15,7 +16,14 @@ TASKS: Mapping[str, type[Task]] = MappingProxyType({"classification": Classifica
 METRICS = {metric.name: metric for task in TASKS.values() for metric in task.metrics.values()}
 
 
-def task_of(data: Any, metric: str | None = None) -> Task:
+def metric_of(facts: Mapping[str, Any]) -> Metric:
+    """The metric of a run, as results.json has it; LookupError if there is no such metric."""
+    if "path" in facts:
+        return describe_own(str(facts["name"]).removeprefix("test_"), bool(facts["higher_is_better"]))
+    return METRICS[facts["name"]]
+
+
+def task_of(data: Any, metric: str | OwnMetric | None = None) -> Task:
     """The task of a data module, with nets judged by a metric of it; BadInput if there is no such task or metric."""
     if data.task not in TASKS:
         raise BadInput("data", data.name, f"data for a task of {', '.join(TASKS)}; its task is {data.task}")

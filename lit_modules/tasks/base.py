@@ -98,7 +98,7 @@ class Task(Recorded):
     metric: Metric
 
     @classmethod
-    def of_data(cls, data: Any, metric: str | None = None) -> "Task":
+    def of_data(cls, data: Any, metric: Any = None) -> "Task":
         """The task of a data module's samples; BadInput if nets can't be judged by this metric."""
         raise NotImplementedError
 

@@ -11,13 +11,16 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
+from lit_modules.nets.recorded import rebuild
 from lit_modules.objectives.base import cross_entropy, widen
 from lit_modules.tasks.base import Metric, Range, Task, check_classes
+from lit_modules.tasks.own_metric import Gathered, OwnMetric
 from lit_modules.tasks.scores import ExactMean, Scores
 
 TOP = 5
 BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
 ClassMetric = Literal["accuracy", "balanced_accuracy", "top5", "f1"]
+Judge = ClassMetric | OwnMetric
 
 ACCURACY = Metric(
     name="test_acc", tested=("test_acc", "test_correct"), columns={"test_acc": "test accuracy, %"},
@@ -41,6 +44,9 @@ class Classification(Task):
     Args:
         num_classes: number of logits.
         metric: what nets are judged by, beside the accuracy: see `ClassScores`; top5 is of more than five classes.
+
+    Raises:
+        BadInput: a metric of the user's own fails, or gives other than one finite number.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType(
@@ -52,16 +58,22 @@ class Classification(Task):
         }
     )
 
-    def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:
+    def __init__(self, num_classes: int, metric: Judge = "accuracy") -> None:
         super().__init__()
-        self.num_classes, self.scored, self.metric = num_classes, metric, self.metrics[metric]
+        metric = rebuild(metric, "metric")
+        self.num_classes, self.scored = num_classes, metric
+        if isinstance(metric, OwnMetric):
+            metric.check(num_classes)
+            self.metric = metric.describe()
+            return
+        self.metric = self.metrics[metric]
         if metric == "top5" and num_classes <= TOP:
             expected = f"another metric: of {num_classes} classes the label is always among the first {TOP}"
             raise BadInput("metric", metric, expected)
 
     @classmethod
-    def of_data(cls, data: Any, metric: str | None = None) -> "Classification":
-        return cls(data.num_classes, cast("ClassMetric", metric or "accuracy"))
+    def of_data(cls, data: Any, metric: str | OwnMetric | None = None) -> "Classification":
+        return cls(data.num_classes, cast("Judge", metric or "accuracy"))
 
     def scores(self) -> "ClassScores":
         return ClassScores(self.num_classes, self.scored)
@@ -95,20 +107,24 @@ class ClassScores(Scores):
         num_classes: number of logits.
         metric: scored beside the accuracy, under its own name: `balanced_accuracy` is the mean over classes of the
             recall, of those that some sample has; `f1` the mean of the F1 scores, of those that some sample has or is
-            taken for; `top5` the share of samples whose label is among the five largest logits.
+            taken for; `top5` the share of samples whose label is among the five largest logits. One of the user's own
+            gets all logits and labels.
     """
 
     names: tuple[str, ...] = ("acc", "correct")
     trained = ("acc",)
     sampled = ("right", "predicted", "confidence", "label")
 
-    def __init__(self, num_classes: int, metric: ClassMetric = "accuracy") -> None:
+    def __init__(self, num_classes: int, metric: Judge = "accuracy") -> None:
         super().__init__()
         self.metric = metric
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.loss = ExactMean()
+        self.score = metric.describe().score if isinstance(metric, OwnMetric) else metric
         if metric != "accuracy":
-            self.names = (metric, *self.names)
+            self.names = (self.score, *self.names)
+        if isinstance(metric, OwnMetric):
+            self.gathered = Gathered(num_classes)
         if metric == "top5":
             self.hits = ExactMean()
 
@@ -117,20 +133,24 @@ class ClassScores(Scores):
         self.loss.update(cross_entropy(logits, labels))
         if self.metric == "top5":
             self.hits.update((logits.topk(TOP).indices == labels[:, None]).any(1))
+        if isinstance(self.metric, OwnMetric):
+            self.gathered.update(labels.new_zeros(len(labels)) if self.index is None else self.index, logits, labels)
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "acc", "correct"} and the metric over all ranks, float64."""
         confusion = self.confusion.compute().double()
         correct = confusion.trace()
         values = {"loss": self.loss.compute(), "acc": correct / confusion.sum(), "correct": correct}
-        return values if self.metric == "accuracy" else {self.metric: self._metric(confusion), **values}
+        return values if self.metric == "accuracy" else {self.score: self._metric(confusion), **values}
 
     def _metric(self, confusion: Tensor) -> Tensor:
+        if isinstance(self.metric, OwnMetric):
+            return self.metric(*self.gathered.compute())
         if self.metric == "top5":
             return self.hits.compute()
         right, labelled, taken = confusion.diag(), confusion.sum(1), confusion.sum(0)  # (classes,)
         ratios = {"balanced_accuracy": (right, labelled), "f1": (2 * right, labelled + taken)}
-        share, whole = ratios[self.metric]
+        share, whole = ratios[self.score]
         return (share / whole)[whole > 0].mean()
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:

@@ -53,6 +53,7 @@ class Scores(nn.Module):
     names: tuple[str, ...]  # of the values in a test's result, the most important first
     trained: tuple[str, ...]  # of the values that training logs beside the loss, as `per_label` has them
     sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
+    index: Tensor | None = None  # places (b,) in the set of the samples that `update` gets, if they are known
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import kd
+from experiments import compare, kd
+from harness.studies import budgets
 from tests.commands import Refusal, nets, results, start
 from tests.training import assert_same
 
@@ -54,3 +55,42 @@ def test_a_loaded_teacher_has_no_settings(tmp_path: Path, refusal: Refusal) -> N
     for flags in (["--teacher_optimizer", "SGD"], ["--teacher_batch_size", "5"]):
         line = refusal(kd.main, *SMALL, *loaded, *flags)
         assert line == f"{' '.join(flags)}: expected a teacher that is trained here; this one is loaded"
+
+
+def test_a_metric_by_path_is_that_of_the_same_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table, read again by compare.py; beside it the accuracy."""
+    path, run = "torchmetrics.classification.MulticlassF1Score", tmp_path / "run"
+    kd.main([*SMALL, "--metric", path, "--metric.average", "macro", "--out", str(run)])
+    kd.main([*SMALL, "--metric", "f1", "--out", str(tmp_path / "f1")])
+    found, ours = results(run), results(tmp_path / "f1")
+    assert found["metric"] == {"name": "test_MulticlassF1Score", "higher_is_better": True, "path": path}
+    for name in ("ce", "kd"):
+        mine, theirs = (facts["students"][name] for facts in (found, ours))
+        assert mine["test_MulticlassF1Score"] == pytest.approx(theirs["test_f1"], abs=1e-6)
+        assert mine["test_acc"] == theirs["test_acc"]
+    capsys.readouterr()
+    compare.main([str(run), "--out", str(tmp_path / "compared")])
+    assert "MulticlassF1Score" in capsys.readouterr().out
+    kd.main(["--out", str(run), "--resume", "true", "--seeds", "[3, 4]"])
+    assert len(results(run)["students"]["kd"]["test_MulticlassF1Score"]) == 2
+
+
+def test_a_students_seconds_are_so_many_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops after them, and is what one of so many steps is; a resumed fit keeps their number."""
+    times = iter([10.0, 25.0, 1.0, 1.0])
+    monkeypatch.setattr(budgets, "milliseconds", lambda step: next(times))
+    one_batch = ["--data.batch_size", "50", "--trainer.max_epochs", "3"]
+    kd.main([*SMALL, *one_batch, "--student_seconds", "0.05", "--out", str(tmp_path / "run")])
+    students = results(tmp_path / "run")["students"]
+    assert {name: student["trained_steps"] for name, student in students.items()} == {"ce": [5], "kd": [2]}
+    loaded = ["--teacher_ckpt", str(tmp_path / "run/seed3/teacher/weights.pt")]
+    for name, steps in (("ce", "5"), ("kd", "2")):
+        out = tmp_path / name
+        kd.main([*SMALL, *one_batch, *loaded, "--trainer.max_steps", steps, "--only", name, "--out", str(out)])
+        assert_same(of(tmp_path / "run", name), of(out, name))
+    page = (tmp_path / "run/results.md").read_text()
+    assert "Steps, seed by seed: ce 5; kd 2." in page
+    callback = budgets.StudentBudget(0.05)
+    callback.load_state_dict({"steps": {"ce": 5, "kd": 2}})
+    callback.on_train_start(None, None)  # type: ignore[arg-type]  # it times nothing
+    assert callback.state_dict() == {"steps": {"ce": 5, "kd": 2}}

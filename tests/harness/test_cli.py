@@ -421,6 +421,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     kd9 = {"class_path": "Hinton", "temperature": 9}
     other.add_variants("variants", (objectives.Objective,), objectives, {"kd": kd9, "x": "Hint"})
     other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
+    other.add_classes("metric", cli.MetricClasses(), cli.FREE, "f1")
     other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     for settings in (one, same):  # null for names that are those of defaults now

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.reports import html, interactive, mistakes, pages, plots, samples
+from harness.reports import differences, html, interactive, mistakes, pages, plots, samples
 from harness.reports.report import Report
 from harness.reports.results import Results, combine
 from harness.reports.tables import Table
@@ -202,6 +202,19 @@ def test_a_browser_that_cannot_unpack_says_so(report: Path, tmp_path: Path) -> N
         page.open(old, WIDTHS[0], plots=False)
         said = page.evaluate("document.querySelector('.plot').textContent")
     assert said.startswith("This browser can't draw the plot: ")
+
+
+def test_differences_have_the_interval_alone_and_the_corrected_one(found: Results) -> None:
+    (plot,) = plots.differences(found)
+    drawn = {line.glyph.x0: line.data_source.data for line in plot.renderers if type(line.glyph).__name__ == "Segment"}
+    compared = [*differences.rows(found)]
+    assert [*drawn["low"]["name"]] == [row.name for row in compared] == ["kd", "hint"]
+    for place, row in enumerate(compared):
+        assert row.corrected
+        for key in ("low", "mean", "high"):
+            assert drawn["low"][key][place] == pytest.approx(100 * (row.single[key] or 0.0))
+            assert drawn["corrected_low"][f"corrected_{key}"][place] == pytest.approx(100 * (row.corrected[key] or 0.0))
+    assert plots.differences(made_up(1)) == []
 
 
 def test_all_pairs_are_corrected_together(found: Results) -> None:

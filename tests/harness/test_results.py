@@ -168,8 +168,9 @@ def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
     assert found.students["ce"].trained_epochs == [3.25, 4, 10]
     assert found.teacher.trained_epochs == [20, 7.125, 20]
     said = (
-        "Training ended early (by --early_stopping, --trainer.max_time or max_steps, or a callback), seed by seed: "
-        "teacher after 20, 7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 epochs."
+        "Training ended early (by --early_stopping, --student_seconds, --trainer.max_time or max_steps, or a "
+        "callback), seed by seed: teacher after 20, 7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 "
+        "epochs."
     )
     assert said in notes(found)
     assert said in markdown(found)

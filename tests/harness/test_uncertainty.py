@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from harness.reports import differences, figures, pages
 from harness.reports.uncertainty import (
+    corrected_intervals,
     crossed_interval,
     detectable,
     expected_maximum,
@@ -19,8 +21,9 @@ from harness.reports.uncertainty import (
     t_interval,
     true_spread,
 )
-from tests.bake_off_facts import CE, KD, TEST, results
+from tests.bake_off_facts import CE, HINT, KD, TEST, results
 
+OTHERS = {"kd": KD, "hint": HINT}
 NOTHING = {"mean": None, "low": None, "high": None}
 TRUTH, RUNS, SAMPLES = 0.3, 4000, 40  # of simulations: the share of covering intervals is known to 0.35 points
 
@@ -123,6 +126,55 @@ def test_holms_values_by_hand():
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5}) == {"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.5}
     assert holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
     assert holm({"a": 0.01, "b": None, "c": 0.03}) == {"a": 0.03, "b": None, "c": 0.06}
+
+
+def test_corrected_intervals_exclude_zero_just_where_holm_finds_a_difference():
+    generator = np.random.default_rng(0)
+    differing = 0
+    for _ in range(300):
+        values = {str(i): generator.normal(i / 3, 1, 4).tolist() for i in range(5)}
+        intervals, adjusted = corrected_intervals(values), holm({name: p_value(of) for name, of in values.items()})
+        for name, interval in intervals.items():
+            excludes = interval["low"] > 0 or interval["high"] < 0
+            assert excludes == (adjusted[name] < 0.05)
+            assert interval["high"] >= paired_interval(values[name])["high"] - 1e-12
+            differing += excludes
+    assert 20 < differing < 1400
+
+
+def test_corrected_intervals_by_hand():
+    values = {"a": [0.10, 0.11, 0.12], "b": [0.1, -0.1, 0.3], "c": [0.2], "d": [0.1, 0.1, 0.1]}
+    found = corrected_intervals(values)  # of three comparisons: c has one seed, and so is none
+    for name, share in (("a", 1 - 0.05 / 3), ("b", 1 - 0.05 / 2)):
+        mean, error = np.mean(values[name]), scipy.stats.sem(values[name])
+        low, high = scipy.stats.t.interval(share, 2, mean, error)
+        assert found[name] == pytest.approx({"mean": mean, "low": low, "high": high}, abs=1e-12)
+    assert found["c"] == {"mean": 0.2, "low": None, "high": None}
+    assert found["d"] == {"mean": 0.1, "low": None, "high": None}
+    assert corrected_intervals({"a": values["b"]})["a"] == paired_interval(values["b"])
+    assert corrected_intervals({}) == {}
+
+
+def test_results_and_page_have_single_and_corrected_intervals():
+    found = results()
+    corrected = corrected_intervals({name: (np.subtract(of, CE) / TEST).tolist() for name, of in OTHERS.items()})
+    for name, interval in corrected.items():
+        assert found.students[name].delta_vs_ce_corrected == pytest.approx(interval, abs=1e-12)
+        row = next(row for row in differences.rows(found) if row.name == name)
+        assert (row.single, row.corrected) == (found.students[name].delta_vs_ce, row.corrected)
+        assert found.metric.difference(interval) in differences.section(found)[1]
+    assert found.students["ce"].delta_vs_ce_corrected is None
+
+
+def test_the_picture_draws_the_differences_of_the_sentence(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_differences", lambda axes, dots, compared, label: drawn.append((compared, label)))
+    found = results()
+    pages.picture(found)
+    pairs = {name: (of.delta_vs_ce, of.delta_vs_ce_corrected) for name, of in found.students.items() if name in OTHERS}
+    ((compared, label),) = drawn
+    assert {name: compared[name] for name in pairs} == pairs
+    assert label == "Δ to ce, points"
 
 
 def test_holm_errs_as_often_as_one_comparison_would():

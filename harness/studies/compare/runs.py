@@ -12,7 +12,7 @@ from harness.reports.pages import planned_epochs
 from harness.reports.results import BASELINE, Results, StudentResults, combine_student, load_results
 from harness.reports.settings import OF_TABLE
 from harness.runs.records import Header, NetRecord, reading
-from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric
+from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric, metric_of
 
 
 @dataclass(kw_only=True)
@@ -142,14 +142,15 @@ def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None)
     if experiment not in EXPERIMENTS:
         raise BadInput("RUN", folder, f"a run of kd.py, gpt.py or quantize.py; this one is of {script}.py")
     with reading(folder, "RUN"):
-        metric = ACCURACY.name if experiment == "quantize" else str(facts["metric"]["name"])
-    if metric not in METRICS:
+        named = {"name": ACCURACY.name} if experiment == "quantize" else facts["metric"]
+        metric = str(named["name"])
+    if metric not in METRICS and "path" not in named:
         raise BadInput("RUN", folder, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
     with reading(folder, "RUN"):
         results, entries = EXPERIMENTS[experiment].read(facts)
         if not entries:
             raise ValueError("it has no rows")
-    run = Run(name, path, results, entries, METRICS[metric], EXPERIMENTS[experiment])
+    run = Run(name, path, results, entries, metric_of(named), EXPERIMENTS[experiment])
     if like and run.kind != like.kind:
         expected = f"{like.kind}, to compare with {like.name}"
         raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {run.metric.word}")

@@ -1,0 +1,123 @@
+"""A metric of the user's own: a torchmetrics class or a function, by its import path."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics.utilities.data import dim_zero_cat
+
+from apprentice.errors import BadInput, reason
+from lit_modules.nets.recorded import Recorded
+from lit_modules.objectives.base import widen
+from lit_modules.tasks.base import Metric
+
+ROWS_OF_A_CLASS = 4  # in a trial
+
+
+class OwnMetric(Recorded):
+    """What nets are judged by: a class of torchmetrics, or a function (logits, labels) -> one number.
+
+    It gets the logits (n, classes), float32 or float64, and labels (n,) of a whole validation or test set, in the order
+    of the set, so it is the same on any number of devices. A function is better when higher, unless it has an attribute
+    `higher_is_better`, as classes have.
+
+    Args:
+        path: its import path.
+        arguments: of the class's constructor, or of the function beside logits and labels.
+    """
+
+    def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.path, self.arguments = path, dict(arguments)
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def target(self) -> Any:
+        return resolve_name(self.path)
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """As the class or function says; None where it says nothing."""
+        declared: bool | None = getattr(self.target, "higher_is_better", None)
+        return declared
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The value () float64 for logits (n, classes) and labels (n,)."""
+        target: Any = self.target
+        if inspect.isclass(target):
+            metric: Any = target(**self.arguments)
+            metric.to(logits.device)
+            metric.sync_on_compute = False  # each rank has all samples
+            metric.update(logits, labels)
+            value = metric.compute()
+        else:
+            value = target(logits, labels, **self.arguments)
+        return torch.as_tensor(value, device=logits.device).double()
+
+    def check(self, num_classes: int) -> None:
+        """Try it on noise; BadInput if it fails or gives other than one finite number."""
+        labels = torch.arange(num_classes).repeat(ROWS_OF_A_CLASS)
+        logits = torch.linspace(-1, 1, len(labels) * num_classes).view(num_classes, -1).T.sin().contiguous()
+        name = self.path.rpartition(".")[2]
+        try:
+            value = self(logits, labels)
+        except Exception as error:  # whatever a user's function does
+            expected = f"a metric of logits (n, {num_classes}) and labels (n,); it says: {reason(error)}"
+            raise BadInput("metric", self.path, expected) from error
+        if value.numel() != 1 or value.dim() or not math.isfinite(value):
+            found = f"shape {tuple(value.shape)}" if value.dim() else float(value)
+            raise BadInput("metric", self.path, f"a metric that gives one finite number; {name} gives {found}")
+
+    def describe(self) -> Metric:
+        return describe_own(self.path.rpartition(".")[2], self.higher_is_better is not False)
+
+
+def describe_own(name: str, higher_is_better: bool) -> Metric:
+    """A metric of this name, of which nothing else is known."""
+    key = f"test_{name}"
+    return Metric(
+        name=key, tested=(key, "test_acc", "test_correct"), columns={key: f"test {name}"}, word=name,
+        title=f"test {name}", chart=f"validation {name}", unit=name, higher_is_better=higher_is_better, scale=1.0,
+        digits=4, counted="samples", limits=(-math.inf, math.inf),
+    )  # fmt: skip
+
+
+class Gathered(torchmetrics.Metric):
+    """All logits (n, classes) and labels (n,) of all ranks, in the order of their places in the data set."""
+
+    index: list[Tensor]
+    logits: list[Tensor]
+    labels: list[Tensor]
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        for name in ("index", "logits", "labels"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with none; a rank may get no sample, and others wait for what it has."""
+        super().reset()
+        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+        self.logits = [torch.zeros(0, self.num_classes, dtype=torch.float64, device=self.device)]
+        self.labels = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+
+    def update(self, index: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add b samples: their places (b,), logits (b, classes) and labels (b,)."""
+        self.index.append(index)
+        self.logits.append(widen(logits.detach()).double())
+        self.labels.append(labels)
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Logits (n, classes) and labels (n,); samples that a loader does not number stay in the order of the ranks."""
+        index, logits, labels = (dim_zero_cat(parts) for parts in (self.index, self.logits, self.labels))
+        order = index.argsort(stable=True)
+        return logits[order], labels[order]
