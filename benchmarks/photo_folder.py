@@ -52,7 +52,8 @@ def make(source: Path, out: Path, count: int) -> None:
         for number, content in enumerate(by_class[label][: size - copies]):
             image = Image.open(io.BytesIO(content)).convert("RGB")
             side, ratio = int(draw.integers(*SIDES)), float(draw.uniform(1, 1.5))
-            shape = (side, round(side * ratio))[:: draw.choice([-1, 1])]
+            longer = round(side * ratio)
+            shape = (side, longer) if draw.random() < 0.5 else (longer, side)
             enlarged = image.resize(shape, Image.Resampling.BICUBIC)
             exif = Image.Exif()
             if number % TURNED == 0:  # stored on its side, and turned upright by its tag
