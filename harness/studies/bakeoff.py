@@ -43,6 +43,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.nets import Ensemble
+from strategies import PipelineStrategy
 
 
 class BakeOff:
@@ -88,7 +89,7 @@ class BakeOff:
         check_head_only(session)
         tell_direction(session)
         check_own_settings(session)
-        check_taught(config, self.arms)
+        check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         for key in self.teachers:
             check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values()):
@@ -269,14 +270,17 @@ def group_by_teachers(arms: Iterable[Arm]) -> list[list[Arm]]:
     return groups
 
 
-def check_taught(config: Namespace, arms: Mapping[str, Arm]) -> None:
-    """Raise BadInput for teachers that teach nobody, pupils of labels alone, and peers that have other teachers."""
+def check_taught(config: Namespace, arms: Mapping[str, Arm], is_pipeline: bool) -> None:
+    """Raise BadInput for teachers that teach nobody, and students that can't learn from those that they have."""
     used = {key for arm in arms.values() for key in arm.teachers}
     for name, choice in vars(config).get(TEACHERS, {}).items():
         if f"{TEACHERS}.{name}" not in used:
             raise BadInput(f"{TEACHERS}.{name}", choice.name, f"a student that it teaches: --{TAUGHT_BY}.ROW {name}")
     for arm in arms.values():
         objective = arm.objective(config)
+        if len(arm.teachers) > 1 and is_pipeline:
+            why = "one teacher under a pipeline, which can't cut the mean of several"
+            raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)
         if arm.teachers != BY_TEACHER and not objective.uses_teacher:
             why = f"a method that asks a teacher; {arm.method.name} learns without"
             raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)

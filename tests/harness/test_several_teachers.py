@@ -115,11 +115,15 @@ def test_a_method_of_several_nets(tmp_path: Path) -> None:
     [
         (["--teachers.big", "ResNet"], "--teachers.big ResNet: expected a student that it teaches: --taught_by"),
         (["--taught_by.kd", "bog"], "--taught_by.kd bog: expected teachers among teacher; --teachers.NAME CLASS add"),
-        (["--taught_by.kq", "teacher"], "--taught_by.kq teacher: expected after --taught_by a name among ce, kd, cos"),
+        (["--taught_by.kq", "teacher"], "--taught_by.kq teacher: expected after --taught_by a name among ce, kd, "),
         (["--taught_by", "kd"], "--taught_by kd: expected a name after it, as --taught_by.NAME VALUE"),
         ([*BIG[:2], "--taught_by.ce", "big"], "--taught_by.ce teacher-big: expected a method that asks a teacher; Cro"),
         ([*BIG[:2], "--taught_by.kd.big", "0"], "--taught_by.kd.big 0: expected a weight above 0, or the name of one"),
         ([*BIG[:2], "--taught_by.kd", "big", "--tune", "2"], "--taught_by.kd big: expected no --tune beside it"),
+        (
+            [*BIG[:2], "--taught_by.kd", "{teacher: 1, big: 1}", "--trainer.strategy", "pipeline", "--only", "kd"],
+            "--taught_by.kd 0.5 teacher and 0.5 teacher-big: expected one teacher under a pipeline",
+        ),
         (
             [*BIG[:2], "--taught_by.kd", "big", "--taught_by.kd.teacher", "1"],
             "--taught_by.kd.teacher 1: expected either the weights of the teachers of kd, or one teacher",
