@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback|deprecat|CUDA runtime|SIGTERM")
 # On stderr there is nothing but these.
 SAID = re.compile(
-    r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates)"
+    r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates|weights of classes|label noise)"
     r"|warning: .* draws noise from torch's generator"
 )
 MINE = """
