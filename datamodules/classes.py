@@ -50,7 +50,9 @@ class ClassData(InMemoryData):
         if label_noise is not None and not 0 <= label_noise < 1:
             raise BadInput("data.label_noise", label_noise, "a fraction (0.0 <= f < 1.0)")
         if balanced and self.labelled is not None:
-            raise BadInput("data.balanced", "true", "--data.labelled left out: which class a sample has is hidden")
+            raise BadInput(
+                "data.balanced", "true", "--data.labelled null beside it: the class of some samples is hidden"
+            )
         self.balanced, self.class_weights, self.label_noise = balanced, class_weights, label_noise
         self._check_partition("balanced", balanced)
 

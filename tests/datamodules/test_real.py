@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import photo_folder
 from datamodules import CIFAR10, MNIST, ImageFolder
 
 pytestmark = pytest.mark.real_data
@@ -59,3 +60,17 @@ def test_photographs_from_a_folder(photographs: Path) -> None:
     assert 0.8 < normal.std() < 1.3
     seen = torch.cat([batch.index for batch in data.train_dataloader()])
     assert torch.equal(seen.sort().values, torch.arange(500))
+
+
+def test_a_folder_of_photographs_is_split_and_its_copies_are_found(photographs: Path, tmp_path: Path) -> None:
+    """As docs/your-images.md has it, in small."""
+    photo_folder.main(["--source", str(photographs), "--out", str(tmp_path / "photos"), "--count", "200"])
+    data = ImageFolder(tmp_path / "photos", image_size=32, num_workers=0)
+    assert sum(data.sizes.values()) == 200
+    assert data.sizes["test"] == pytest.approx(40, abs=6)  # groups of two may exceed a class by one
+    parts = {name: part for part, name, _ in data.split_list()}
+    copies = [name for name in parts if "small_0" in name]
+    assert len(copies) == 10
+    for name in copies:
+        original = next(other for other in parts if other.startswith(name.replace("small_0.jpg", "IMG_0001.")))
+        assert parts[name] == parts[original]

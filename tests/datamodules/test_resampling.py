@@ -222,7 +222,7 @@ def test_what_can_not_be_is_refused() -> None:
         ({"class_weights": [-1.0] * 10}, "data.class_weights [-1.0, "),
         ({"class_weights": [0.0] * 10}, "data.class_weights [0.0, "),
         ({"label_noise": 1.0}, "data.label_noise 1.0: expected a fraction"),
-        ({"balanced": True, "labelled": 30}, "data.balanced true: expected --data.labelled left out"),
+        ({"balanced": True, "labelled": 30}, "data.balanced true: expected --data.labelled null"),
         ({"balanced": True, "partition": [0.5, 0.5]}, "data.balanced true: expected --data.partition left out"),
         ({"augment_repeats": 2}, "data.augment_repeats 2: expected --data.augment true"),
         ({"augment_repeats": 0, "augment": True}, "data.augment_repeats 0: expected a whole number"),
