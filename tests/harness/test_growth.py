@@ -20,12 +20,12 @@ from tests.grids import mostly_slow
 from tests.language import written
 from tests.training import assert_same
 
-SMALL = [
+CONSTANT_RATE = [
     "--data", "Digits",
     "--data.train_size", "150", "--data.test_size", "100", "--data.batch_size", "60", "--teacher", "LightNN",
-    "--scheduler", "StepLR", "--scheduler.step_size", "1", "--trainer.log_every_n_steps", "1",
-    "--trainer.strategy", "auto", "--trainer.devices", "1",
+    "--trainer.log_every_n_steps", "1", "--trainer.strategy", "auto", "--trainer.devices", "1",
 ]  # fmt: skip
+SMALL = [*CONSTANT_RATE, "--scheduler", "StepLR", "--scheduler.step_size", "1"]
 EPOCHS, MORE_EPOCHS = ["--trainer.max_epochs", "2"], ["--trainer.max_epochs", "4"]
 SEEDS, MORE_SEEDS = ["--seeds", "[3]"], ["--seeds", "[5, 3]"]
 ONLY, MORE = ["--only", "ce", "hint"], ["--only", "ce", "hint", "new"]
@@ -288,10 +288,10 @@ def test_an_unfinished_run_grows_too(tmp_path: Path, long: Path, wide: Path) -> 
 
 @pytest.mark.slow
 def test_a_schedule_over_all_epochs_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, whole, small = tmp_path / "run", tmp_path / "whole", [*SMALL[:8], *SMALL[12:]]
-    rates = ["--scheduler", "CosineWarmup", "--scheduler.warmup_epochs", "1"]
-    kd.main([*small, *rates, *SEEDS, *ONLY, *EPOCHS, "--out", str(run)])
-    kd.main([*small, *rates, *SEEDS, *ONLY, *MORE_EPOCHS, *_teachers(run), "--out", str(whole)])
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    small = [*CONSTANT_RATE, "--scheduler", "CosineWarmup", "--scheduler.warmup_epochs", "1"]
+    kd.main([*small, *SEEDS, *ONLY, *EPOCHS, "--out", str(run)])
+    kd.main([*small, *SEEDS, *ONLY, *MORE_EPOCHS, *_teachers(run), "--out", str(whole)])
     capsys.readouterr()
     grown(run, *MORE_EPOCHS)
     assert (
