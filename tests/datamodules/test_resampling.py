@@ -232,7 +232,16 @@ def test_what_can_not_be_is_refused() -> None:
 
 
 def test_a_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--data.label_noise", "0.25", "--data.class_weights", "balanced", "--data.balanced", "true"]
+    flags = [
+        "--data",
+        "Digits",
+        "--data.label_noise",
+        "0.25",
+        "--data.class_weights",
+        "balanced",
+        "--data.balanced",
+        "true",
+    ]
     flags += ["--data.train_size", "120", "--teacher", "LightNN", "--only", "ce", "--seeds", "1"]
     kd.main([*flags, "--trainer.max_epochs", "1", "--out", str(tmp_path / "run")])
     shown, told = capsys.readouterr()

@@ -231,9 +231,8 @@ def test_the_kernels_of_another_device_are_not_asked_for_here() -> None:
 
     def check(device: str) -> None:
         strategy = SimpleNamespace(root_device=torch.device(device))
-        trainer = SimpleNamespace(
-            strategy=strategy, distributed_sampler_kwargs=None, val_check_interval=1.0, callbacks=[]
-        )
+        validates = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "max_epochs": 1}
+        trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None, callbacks=[], **validates)
         run = Session("kd", kd.parser(), flags)
         run.data, run.trainer = data, lambda: trainer
         kd.KD(run).check()
