@@ -284,7 +284,7 @@ def _transformers(folder: Path) -> None:
         Distillation(_resnet(shape), {"at": (made, AttentionTransfer())}, input_shape=shape)
     vit(t.ViTConfig(image_size=8, **patches)).save_pretrained(folder / "square")
     kd.main([
-        "--teacher", "HuggingFace", "--teacher.name", str(folder / "square"), "--student", "ResNet",
+        "--data", "Digits", "--teacher", "HuggingFace", "--teacher.name", str(folder / "square"), "--student", "ResNet",
         "--student.depth", "8", "--variants.fitnet", "FitNet", "--variants.at", "AttentionTransfer",
         "--only", "cosine", "fitnet", "at", "--seeds", "1", "--trainer.max_epochs", "1",
         "--trainer.limit_train_batches", "2", "--out", str(folder / "run"),
