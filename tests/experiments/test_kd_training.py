@@ -118,7 +118,6 @@ def batch_norms(ema: float | None = None) -> Distillation:
     return Distillation(net(), students, SHAPE, ema=ema)
 
 
-@pytest.mark.slow
 def test_a_rank_times_a_step_that_relates_rows_alone() -> None:
     """No other waits for it, of the global batch's statistics either."""
     module: Any = fit(batch_norms(), digits(), 2, callbacks=[budgets.StudentBudget(1e-6)])
