@@ -16,7 +16,7 @@ def average_weights(net: nn.Module, decay: float) -> AveragedModel:
     """Make torch's `AveragedModel` of a net: a frozen copy in eval mode, updated after steps of the optimizer.
 
     After the first step it has the net's weights w, then decay * average + (1 - decay) * w. Running statistics of
-    BatchNorm are averaged as weights are.
+    BatchNorm are averaged as weights are; whole numbers, such as places in a table, are the net's.
 
     Raises:
         BadInput: the decay is not between 0 and 1.
@@ -28,7 +28,11 @@ def average_weights(net: nn.Module, decay: float) -> AveragedModel:
 
 
 def _update(decay: float, averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
-    get_ema_multi_avg_fn(decay)(list(averages), list(weights), count)  # itself can't be pickled
+    if weights[0].is_floating_point():  # all have one type
+        get_ema_multi_avg_fn(decay)(list(averages), list(weights), count)  # itself can't be pickled
+        return
+    for average, weight in zip(averages, weights, strict=True):
+        average.copy_(weight)
 
 
 class AveragingLearner(Learner):

@@ -335,11 +335,11 @@ class Distillation(AveragingLearner):
         return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """A step of a copy of one student with its objective's parts; the teacher's outputs are computed beforehand."""
+        """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
         teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
-        with torch.no_grad():
-            peers = {peer: self.students[peer](batch.inputs) for peer in student.objective.peers}
+        with torch.no_grad():  # of copies, as running statistics change
+            peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
         def step() -> Tensor:
             student.zero_grad()

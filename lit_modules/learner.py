@@ -156,8 +156,12 @@ class Learner(RunMetrics):
     def _fail(self, run: str, term: str) -> None:
         step = self.batches_done
         self.failed[run] = {"step": step, "term": term}
-        self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
+        self._drop_sums(run)
         self.print(f"{run or 'training'} failed at step {step}: its {term} is not finite")
+
+    def _drop_sums(self, run: str) -> None:
+        """Leave a run out of the epoch's means, which are over rows that it has not seen; a module's only run stays."""
+        self.train_sums = {name: v for name, v in self.train_sums.items() if name.rpartition("/")[0] != run or not run}
 
     @property
     def epochs_done(self) -> float:
@@ -168,14 +172,18 @@ class Learner(RunMetrics):
         """Let a run keep the parameters that it has, on all ranks alike; without any other training ends."""
         done = {"epochs": self.epochs_done, "steps": self.trainer.global_step, "samples": self.samples}
         self.stopped[run] = done
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        if not progress.is_last_batch or progress.current.completed < progress.current.ready:  # in mid-epoch
+            self._drop_sums(run)
         self.print(f"{run or 'training'} stopped after {done['epochs']:g} epochs")
         if not self.active_runs:
             self.trainer.should_stop = True
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Keep stopped runs in eval mode: Lightning gives modules back their modes after a validation."""
+    def on_train_batch_start(self, *_: Any) -> int | None:
+        """Keep stopped runs in eval mode, which Lightning changes after a validation; end an epoch without a run."""
         for run in self.stopped:
             self.module_of(run).eval()
+        return None if self.active_runs else -1
 
     def configure_optimizers(self) -> Any:
         self.loss_scales.take_over(getattr(self.attached_trainer, "precision_plugin", None), self.runs)
@@ -203,6 +211,8 @@ class Learner(RunMetrics):
         if self.make_scheduler is not None:
             with naming("scheduler"):
                 scheduler, _ = build_scheduler(self.make_scheduler, optimizer, Length(steps, steps_per_epoch))
+            if self.start is not None and self.start[1] is not None:
+                scheduler.load_state_dict(self.start[1])
             check_steps(scheduler, steps)
 
     def _build_optimizer(self) -> Optimizer:
@@ -234,6 +244,7 @@ class Learner(RunMetrics):
         self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [copy.deepcopy(optimizer)]})
         for config in self.trainer.lr_scheduler_configs:
             config.scheduler.load_state_dict(scheduler or {})
+            check_steps(config.scheduler, self._length().steps)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -1,5 +1,6 @@
 """Callbacks that follow each run of a Learner by itself: its best epoch, and when it has learnt enough."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -49,8 +50,8 @@ class RunMonitor(Callback):
         """Yield the runs whose value is better than all before; of equal ones the earliest stays."""
         sign = 1.0 if module.task.higher_is_better(self.monitor.removeprefix(VALIDATION)) else -1.0
         for run, value in values.items():
-            best = self.best.get(run)
-            if value == value and (best is None or sign * value > sign * best["value"]):  # noqa: PLR0124 - not NaN
+            best = self.best[run]["value"] if run in self.best else math.nan
+            if not math.isnan(value) and (math.isnan(best) or sign * value > sign * best):
                 yield run
 
 

@@ -11,10 +11,9 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
-from lit_modules.tasks.base import FIDELITY, LABELLED, TOKENS, Task
+from lit_modules.tasks.base import EMA, FIDELITY, LABELLED, TOKENS, Task
 from lit_modules.tasks.scores import PerSample, Scores, fidelity
 
-EMA = "ema_"  # how names of scores of averaged weights begin
 BAR = ("loss", "acc")  # means over runs, for a progress bar
 
 

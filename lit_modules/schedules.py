@@ -124,10 +124,13 @@ def follows_length(make: MakeScheduler | None) -> bool:
 
 
 def check_steps(scheduler: LRScheduler, steps: float) -> None:
-    """Raise BadInput if a schedule that ends has fewer steps than the training."""
-    total = scheduler.total_steps if isinstance(scheduler, OneCycleLR) else math.inf
-    if total < steps:
-        raise BadInput("scheduler.total_steps", total, f"at least {steps}, the optimizer's steps in this training")
+    """Raise BadInput if a schedule that ends has fewer steps left than the training: its last rate may be 0."""
+    total = scheduler.total_steps if isinstance(scheduler, OneCycleLR | CosineWarmup) else math.inf
+    done = scheduler.last_epoch  # of a training before this one, whose schedule goes on
+    if total < done + steps:
+        earlier = f" after {done} before" if done else ""
+        expected = f"at least {done + steps}, the optimizer's steps in this training{earlier}"
+        raise BadInput("scheduler.total_steps", total, expected)
 
 
 def _of_partial(make: MakeScheduler) -> tuple[Any, dict[str, Any]]:
@@ -143,12 +146,15 @@ def _counts_steps(make: MakeScheduler) -> bool:
 def _fill(make: MakeScheduler, length: Length) -> MakeScheduler:
     """Bind the length of the training where a schedule needs it and has none."""
     target, options = _of_partial(make)
-    if not isinstance(target, type) or options.get("total_steps") is not None:
+    if not isinstance(target, type):
         return make
     filled: dict[str, Any] = {}
     if issubclass(target, CosineWarmup):
-        filled = {"total_steps": length.steps, "steps_per_epoch": length.steps_per_epoch}
-    elif issubclass(target, OneCycleLR):
+        needed = {"total_steps": length.steps}
+        if options.get("warmup_epochs"):
+            needed["steps_per_epoch"] = length.steps_per_epoch
+        filled = {name: value for name, value in needed.items() if options.get(name) is None}
+    elif issubclass(target, OneCycleLR) and options.get("total_steps") is None:
         epochs, each = options.get("epochs"), options.get("steps_per_epoch")
         if epochs is None:
             filled = {"total_steps": length.steps}

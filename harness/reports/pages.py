@@ -250,9 +250,12 @@ def _best_epochs(results: Results) -> list[str]:
         if net.best_epochs
     }
     epochs = "; ".join(f"{name} {of_seeds}" for name, of_seeds in chosen.items())
-    return [
-        f"Each net has the weights of its best epoch by {monitor} (the earliest of equals), seed by seed: {epochs}."
-    ]
+    line = f"Each net has the weights of its best epoch by {monitor} (the earliest of equals), seed by seed: {epochs}."
+    if results.config.get("student_seconds") is not None:
+        line += (
+            " What a student learns after its last whole epoch is not validated; without any it has its last weights."
+        )
+    return [line]
 
 
 def _budgets(results: Results) -> list[str]:

@@ -13,8 +13,8 @@ from apprentice.errors import BadInput
 from harness.reports.measures import FIGURES
 from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
-from lit_modules.run_metrics import EMA
 from lit_modules.tasks import ACCURACY, METRICS, Metric, metric_of
+from lit_modules.tasks.base import EMA
 
 BASELINE = "ce"
 SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net

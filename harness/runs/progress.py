@@ -109,7 +109,7 @@ class Lines(Callback):
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
         tag, values = scores(trainer, module)
         words = "  ".join(f"{name} {value:.4f}".strip() for name, value in values.items())
-        return f"{time.monotonic() - self._began:.1f} s  {tag} {words}"
+        return f"{time.monotonic() - self._began:.1f} s" + (f"  {tag} {words}" if words else "")
 
     def _say(self, trainer: Trainer, *parts: str) -> None:
         self._spoke = time.monotonic()

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from apprentice.batch import Batch
 from datamodules import InMemoryData
 from harness.runs.quiet import notice
-from harness.studies.costs import milliseconds
+from harness.studies.costs import alone, milliseconds
 from lit_modules.learner import Learner
 
 
@@ -47,14 +47,15 @@ class StudentBudget(Callback):
         inputs, labels = (x.to(module.device) for x in data.samples("train", rows, cast("torch.dtype", module.dtype)))
         steps = {}
         for run in module.runs:
-            with trainer.precision_plugin.forward_context():
+            with trainer.precision_plugin.forward_context(), alone(module.device):
                 each = milliseconds(module.step_alone(run, Batch.of((inputs, labels), 0, shared=False)))
             batches = max(math.floor(self.seconds * 1000 / each), 1)
             steps[run] = max(batches // trainer.accumulate_grad_batches, 1)
             notice(f"{run}: {self.seconds:g} s are {steps[run]} steps of {each:.3g} ms")
         return steps
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Stop before a step too many: after a batch, callbacks come before averages of the weights and its count."""
         module = cast("Learner", pl_module)
         for run in module.active_runs:
             if trainer.global_step >= self.steps[run]:

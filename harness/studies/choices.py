@@ -24,6 +24,7 @@ from lit_modules.learner import Learner
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
 from lit_modules.tasks import Metric, OwnMetric, Task, task_of
 
+NARROW = {"16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"}  # precisions of weights
 DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
 
 
@@ -172,7 +173,7 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
 
 
 def check_averages(run: Session, trainer: Trainer) -> None:
-    """Raise BadInput if a strategy's ranks don't have the weights that `--ema` and `--student_seconds` need."""
+    """Raise BadInput if ranks don't have the weights that `--ema` and `--student_seconds` need, or too narrow ones."""
     usual = SingleDeviceStrategy, strategies.DDP, strategies.ZeRO1, strategies.FSDP, strategies.HSDP
     strategy, decay = trainer.strategy, vars(run.config).get("ema")
     if (seconds := vars(run.config).get("student_seconds")) is not None and type(strategy) not in usual[:3]:
@@ -180,6 +181,11 @@ def check_averages(run: Session, trainer: Trainer) -> None:
             f"--trainer.strategy ddp or ddp_zero1, whose ranks can time a step; {type(strategy).__name__}'s can't"
         )
         raise BadInput("student_seconds", seconds, expected)
+    if decay is not None and str(trainer.precision) in NARROW:
+        expected = (
+            "--trainer.precision bf16-mixed or another whose weights have 32 bits: of 16, averages would not move"
+        )
+        raise BadInput("ema", decay, expected)
     has_whole = type(strategy) in usual and getattr(strategy, "replica_size", 1) == 1
     if decay is not None and not has_whole:
         expected = "--trainer.strategy ddp, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"

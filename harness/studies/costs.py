@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
+from apprentice import replicas
 from apprentice.batch import Batch
 from datamodules import InMemoryData
 from harness.reports import samples
 from harness.runs.plans import Arm, Fit
 from harness.runs.records import Failure, NetRecord
 from lit_modules.learner import Learner
-from lit_modules.run_metrics import EMA
+from lit_modules.tasks.base import EMA
 from strategies.base.private import TorchDispatchMode
 
 Shape = Sequence[int]
@@ -84,6 +86,13 @@ def flops(step: Callable[[], Tensor]) -> int | None:
     return None if uncounted.has_run else counter.get_total_flops()
 
 
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Let this rank compute by itself: it waits for no other, and states of random numbers stay as they were."""
+    with replicas.shard(0), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
 def milliseconds(step: Callable[[], Tensor]) -> float:
     """Measure the median time of a step with its backward, after one warm-up step; the step clears gradients itself.
 
@@ -118,7 +127,7 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
         pair = inputs.to(weight.device), labels.to(weight.device)
-        with outcome.autocast():
+        with outcome.autocast(), alone(weight.device):
             step = module.step_alone(run, Batch.of(pair, 0, shared=False))
             if (operations := flops(step)) is not None:
                 figures["train_flops"] = round(operations / len(labels) * ended["samples"])

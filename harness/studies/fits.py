@@ -28,7 +28,7 @@ from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
-from harness.runs.taught import BY_TEACHER, TEACHER, row_of
+from harness.runs.taught import BY_TEACHER, TEACHER, is_teacher, row_of
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
@@ -197,7 +197,7 @@ def run_callbacks(config: Namespace, plan: FitPlan) -> list[Callback]:
         callbacks.append(BestEpoch(monitor))
     if (monitor := settings.get("early_stopping")) is not None:
         callbacks.append(StopRuns(monitor, settings["patience"]))
-    if (seconds := settings.get("student_seconds")) is not None and plan.name != TEACHER:
+    if (seconds := settings.get("student_seconds")) is not None and not is_teacher(plan.arms[0].net):
         callbacks.append(StudentBudget(seconds))
     return callbacks
 

@@ -14,9 +14,11 @@ from torchmetrics.utilities.data import dim_zero_cat
 from apprentice.errors import BadInput, reason
 from lit_modules.nets.recorded import Recorded
 from lit_modules.objectives.base import widen
-from lit_modules.tasks.base import Metric
+from lit_modules.tasks.base import EMA, FIDELITY, Metric
 
 ROWS_OF_A_CLASS = 4  # in a trial
+# Scores and figures of every classifier, by the names that they share with a metric's.
+TAKEN = {"loss", "acc", "correct", "ece", "right", "predicted", "labels", "places", *FIDELITY}
 
 
 class OwnMetric(Recorded):
@@ -44,8 +46,11 @@ class OwnMetric(Recorded):
 
     @property
     def higher_is_better(self) -> bool | None:
-        """As the class or function says; None where it says nothing."""
-        declared: bool | None = getattr(self.target, "higher_is_better", None)
+        """As the function or an instance of the class says, as some classes make one of another; None for nothing."""
+        target: Any = self.target
+        declared: bool | None = getattr(
+            target(**self.arguments) if inspect.isclass(target) else target, "higher_is_better", None
+        )
         return declared
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -62,10 +67,13 @@ class OwnMetric(Recorded):
         return torch.as_tensor(value, device=logits.device).double()
 
     def check(self, num_classes: int) -> None:
-        """Try it on noise; BadInput if it fails or gives other than one finite number."""
+        """Try it on noise; BadInput if it fails or gives other than one finite number, or has the name of a score."""
         labels = torch.arange(num_classes).repeat(ROWS_OF_A_CLASS)
         logits = torch.linspace(-1, 1, len(labels) * num_classes).view(num_classes, -1).T.sin().contiguous()
         name = self.path.rpartition(".")[2]
+        if name in TAKEN or name.startswith(EMA):
+            expected = f"a metric of another name: {name} is a score beside it, which it would replace"
+            raise BadInput("metric", self.path, expected)
         try:
             value = self(logits, labels)
         except Exception as error:  # whatever a user's function does

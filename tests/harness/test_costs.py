@@ -11,9 +11,12 @@ from torchvision.models import mobilenet_v2
 from apprentice.batch import Batch
 from harness.studies import costs
 from lit_modules.classifier import LitClassifier
+from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
+from lit_modules.nets import ResNet
+from lit_modules.objectives import DML
 from tests.language import gpt
-from tests.training import SHAPE, distillation, net
+from tests.training import SHAPE, assert_same, distillation, net, weights
 
 
 def counted(forward: Callable[..., Tensor], *inputs: Tensor) -> int | None:
@@ -154,3 +157,11 @@ def test_slow_steps_are_timed_fewer_times(seconds: float, steps: int, monkeypatc
     monkeypatch.setattr(costs.time, "perf_counter", lambda: len(taken) * seconds)
     assert costs.milliseconds(step) == pytest.approx(1e3 * seconds)
     assert len(taken) == steps
+
+
+def test_peers_of_a_measured_student_keep_their_running_statistics() -> None:
+    students = {"one": (net(ResNet, depth=8), DML(["two"])), "two": (net(ResNet, 1, depth=8), DML(["one"]))}
+    module = Distillation(net(), students, SHAPE)
+    before = weights(module)
+    costs.flops(module.train().step_alone("one", images()))
+    assert_same(weights(module), before)

@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
+from lit_modules.averages import average_weights
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet
 from lit_modules.objectives import CrossEntropy, Hinton
@@ -121,3 +122,13 @@ def test_ranks_have_the_same_averages(place: str) -> None:
 def test_a_decay_that_is_none_is_refused(decay: float) -> None:
     with pytest.raises(BadInput, match=r"^ema .*: expected a decay between 0 and 1, such as 0.999$"):
         made(decay)
+
+
+def test_whole_numbers_are_the_nets_own() -> None:
+    """Such as places in a table, which averaging would round to others."""
+    table = torch.nn.Module()
+    table.register_buffer("places", torch.arange(512))
+    averaged = average_weights(table, 0.9999)
+    for _ in range(3):
+        averaged.update_parameters(table)
+    assert_same({"places": averaged.module.places}, {"places": table.places})  # type: ignore[dict-item]

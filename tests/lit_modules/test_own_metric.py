@@ -65,6 +65,8 @@ def test_a_task_with_it_is_rebuilt_from_plain_data() -> None:
 
 def test_what_it_says_of_its_direction_is_kept() -> None:
     assert [m.higher_is_better for m in (F1, AUROC, ORDERED)] == [True, None, False]
+    wrapper = OwnMetric("torchmetrics.CalibrationError", {"task": "multiclass", "num_classes": 10})
+    assert not Classification(10, wrapper).higher_is_better("CalibrationError")
     assert not Classification(10, ORDERED).higher_is_better("ordered")
     assert Classification(10, AUROC).higher_is_better("multiclass_auroc")
 
@@ -81,3 +83,18 @@ def test_what_is_no_metric_is_refused(path: str, line: str) -> None:
     with pytest.raises(BadInput) as fault:
         Classification(3, OwnMetric(path, {}))
     assert str(fault.value).startswith(f"metric {path}: expected {line}")
+
+
+def acc(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return 0.5
+
+
+def ema_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("name", ["acc", "ema_loss"])
+def test_a_name_that_a_score_has_is_refused(name: str) -> None:
+    line = f"a metric of another name: {name} is a score beside it"
+    with pytest.raises(BadInput, match=line):
+        Classification(3, OwnMetric(f"tests.lit_modules.test_own_metric.{name}", {}))

@@ -145,3 +145,38 @@ def test_ranks_choose_as_one_process_does(place: str, tmp_path: Path) -> None:
 def test_a_score_that_is_none_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^monitor val/f1: expected a score of the validation: val/loss, val/acc$"):
         fit(made("ce"), data(), callbacks=[BestEpoch("val/f1")])
+
+
+def test_a_first_validation_that_is_no_number_is_no_best() -> None:
+    stop, module = StopRuns("val/loss", patience=2), made("kd")
+    stop.best = {"kd": {"value": float("nan"), "waited": 1}}
+    assert [*stop.improved(module, {"kd": 5.0})] == ["kd"]
+    assert [*stop.improved(module, {"kd": float("nan")})] == []
+
+
+class StopAt(Callback):
+    """Stops a run before a step."""
+
+    def __init__(self, run: str, step: int) -> None:
+        self.run, self.step = run, step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            pl_module.stop(self.run)
+
+
+def test_means_of_an_epoch_leave_out_a_run_that_stopped_within_it() -> None:
+    """Its sums are of fewer rows; those of whole epochs before, and of others, are as without a stop."""
+    module: Any = fit(made("ce", "kd"), data(), max_epochs=3, callbacks=[StopAt("kd", 4)])
+    whole: Any = fit(made("ce", "kd"), data(), max_epochs=3)
+    for number, (epoch, expected) in enumerate(zip(module.epochs, whole.epochs, strict=True)):
+        left = {name: x for name, x in expected.items() if not (number and name.startswith("kd/"))}
+        assert epoch == pytest.approx(left, nan_ok=True)
+    assert module.stopped["kd"]["epochs"] == pytest.approx(4 / 3, abs=1e-3)
+
+
+def test_without_a_run_training_ends_after_its_last_step() -> None:
+    module: Any = fit(made("kd"), data(), max_epochs=3, callbacks=[StopAt("kd", 4)])
+    short: Any = fit(made("kd"), data(), max_steps=4, max_epochs=3)
+    assert_same(weights(module), weights(short))
+    assert (module.batches_done, module.global_step, module.stopped["kd"]["steps"]) == (4, 4, 4)

@@ -185,3 +185,25 @@ def test_a_schedule_is_rebuilt_from_plain_data(name: str) -> None:
     for make, optimizer in zip((SCHEDULES[name][0], again), optimizers, strict=True):
         build_scheduler(make, optimizer, nominal())[0]
     assert rates_of(optimizers[0]) == rates_of(optimizers[1])
+
+
+def test_a_warm_up_of_epochs_has_the_trainings_steps_under_a_total_of_ones_own() -> None:
+    scheduler: Any = build_scheduler(
+        partial(CosineWarmup, total_steps=20, warmup_epochs=2), sgd([nn.Parameter(torch.zeros(1))]), Length(12, 3)
+    )[0]
+    assert (scheduler.total_steps, scheduler.warmup) == (20, 6)
+
+
+def test_a_schedule_that_ends_before_the_training_is_refused() -> None:
+    """Also one of a training before, with which this one goes on."""
+    for make in (CosineWarmup, partial(OneCycleLR, max_lr=0.2)):
+        with pytest.raises(BadInput, match=r"^scheduler.total_steps 5: expected at least 12, the optimizer's steps"):
+            made(LitClassifier, partial(make, total_steps=5)).check_optimizer(12, 3)
+    module, old = made(LitClassifier, partial(CosineWarmup)), sgd([nn.Parameter(torch.zeros(1))])
+    scheduler = CosineWarmup(old, total_steps=12)
+    for _ in range(12):
+        old.step()
+        scheduler.step()
+    module.start = old.state_dict(), scheduler.state_dict()
+    with pytest.raises(BadInput, match=r"^scheduler.total_steps 12: expected at least 24, .* after 12 before$"):
+        module.check_optimizer(12, 3)
