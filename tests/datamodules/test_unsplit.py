@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from datamodules import HuggingFaceImages, ImageFolder, ImageTable
-from datamodules.near_duplicates import group_near_duplicates
-from datamodules.splits import draw_whole_groups, proportional_subset
+from datamodules.near_duplicates import BITS, MARGIN, SIMILAR, _near_pairs, group_near_duplicates
+from datamodules.splits import draw_train_and_validation, draw_whole_groups, proportional_subset
 from datamodules.stored_images import StoredImages
 from experiments import kd
 from tests.commands import bad_input, results
@@ -121,6 +123,37 @@ def test_equal_and_nearly_equal_images_are_found(tmp_path: Path) -> None:
     same = {name for name, group in zip(names, groups, strict=True) if group == groups[names.index("scene7.png")]}
     assert same == {"scene7.png", "quality.jpg", "size.png"}
     assert len(groups.unique()) == len(groups) - 2
+
+
+def test_many_similar_images_are_linked_by_few_pairs() -> None:
+    random = np.random.default_rng(0)
+    kinds = random.integers(60, 200, (20, 8, 9, 3))
+    thumbnails = (kinds[random.integers(0, 20, 600)] + random.integers(-9, 10, (600, 8, 9, 3))).astype(np.uint8)
+    grey, levels = thumbnails.sum(-1, dtype=np.int16), thumbnails.reshape(600, -1).astype(np.int16)
+    bits = (grey[:, :, 1:] - grey[:, :, :-1] > MARGIN).reshape(600, -1)
+    near = ((bits[:, None] != bits).sum(-1) <= BITS) & (np.abs(levels[:, None] - levels).max(-1) <= SIMILAR)
+    expected = connected_components(near, directed=False)[1]
+    pairs = np.concatenate([*_near_pairs(thumbnails)], axis=1)
+    links = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=near.shape)
+    assert (connected_components(links, directed=False)[1] == expected).all()
+    assert len({*expected.tolist()}) < 600
+    assert pairs.shape[1] < 8 * 600
+
+
+def test_parts_that_whole_groups_can_not_make_up_are_refused(tmp_path: Path) -> None:
+    for number in range(40):  # a fixed camera: one group
+        picture = scene(number // 20)
+        picture.putpixel((number, 0), (0, 0, 0))
+        (tmp_path / "ab"[number // 20]).mkdir(exist_ok=True)
+        picture.save(tmp_path / "ab"[number // 20] / f"{number}.png")
+    expected = "data.group_duplicates true: expected false: groups of near duplicates are too large to part; 0 of "
+    assert bad_input(lambda: made(ImageFolder, tmp_path)) == f"{expected}8 test samples are drawn of whole groups"
+    assert made(ImageFolder, tmp_path, group_duplicates=False).sizes == {"train": 29, "validation": 3, "test": 8}
+    labels, groups = torch.arange(40) // 20, torch.arange(40) // 10
+    refused = bad_input(lambda: draw_train_and_validation(labels, None, 4, 0, "balanced", groups))
+    assert refused == f"{expected}4 validation samples are drawn of whole groups"
+    refused = bad_input(lambda: draw_train_and_validation(labels, 30, 10, 0, "balanced", groups))
+    assert refused == "data.train_size 30: expected at most 20: near duplicates stay in one part"
 
 
 def test_copies_of_several_classes_are_told(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
