@@ -78,6 +78,7 @@ class StoredImages(ImageData):
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self.group_duplicates = group_duplicates
         self._encoded: list[Encoded] = []  # of train, validation and test
+        self._true_labels = torch.empty(0, dtype=torch.int64)  # of train, known after `setup`
 
     def beside(self) -> Path:
         """Return the folder of the images, which by default holds that of the cache."""
@@ -124,15 +125,21 @@ class StoredImages(ImageData):
             self.say(f"near duplicates in several classes: groups {len(mixed)}, such as {pair}")
         return groups
 
-    def split_list(self) -> list[tuple[str, str, str]]:
-        """Return the part, the name and the class of each image if the test set is drawn."""
+    def split_list(self) -> list[tuple[str, ...]]:
+        """Return part, name and true class of each image if the test set is drawn; with noise also the trained one."""
         self.split("train")
+        truth = (self._true_labels, *(images.labels for images in self._encoded[1:]))
         return [
-            (part, images.short_name(place), self.class_names[label])
-            for part, images in zip(LIMITS, self._encoded, strict=True)
-            for place, label in enumerate(images.labels.tolist())
+            (part, images.short_name(place), *(self.class_names[label] for label in labels))
+            for part, images, true in zip(LIMITS, self._encoded, truth, strict=True)
+            for place, labels in enumerate(torch.stack([true, images.labels][: 1 + bool(self.label_noise)], 1).tolist())
             if self.test_is_drawn
         ]
+
+    def relabel(self, source: Source, train: Tensor) -> Source:
+        """Return the source as ClassData does, and keep the true labels at places `train` (k,)."""
+        self._true_labels = source.labels[train]
+        return super().relabel(source, train)
 
     def check_fits(self, count: int) -> None:
         """Choose where images are kept, unless set; raise BadInput if they are to be in memory and do not fit."""

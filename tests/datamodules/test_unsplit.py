@@ -18,6 +18,7 @@ from datamodules.near_duplicates import BITS, MARGIN, SIMILAR, _near_pairs, grou
 from datamodules.splits import draw_train_and_validation, draw_whole_groups, proportional_subset
 from datamodules.stored_images import StoredImages
 from experiments import kd
+from harness.runs.folders import write_split
 from tests.commands import bad_input, results
 from tests.datamodules.test_image_folder import picture
 
@@ -224,6 +225,18 @@ def test_a_table_has_the_samples_of_the_folder(photos: Path, tmp_path: Path) -> 
     for part in data.sizes:
         for one, other in zip(data.split(part), expected.split(part), strict=True):
             assert one.equal(other)
+
+
+def test_a_list_of_a_run_with_noise_has_the_true_labels(photos: Path, tmp_path: Path) -> None:
+    clean, noisy = made(ImageFolder, photos), made(ImageFolder, photos, label_noise=0.4)
+    write_split(tmp_path, noisy)
+    with (tmp_path / "split.csv").open() as file:
+        trained = [row["trained_label"] for row in csv.DictReader(file)]
+    wrong = [label != row[2] for label, row in zip(trained, clean.split_list(), strict=True)]
+    assert sum(wrong) == sum(wrong[: clean.sizes["train"]]) == round(0.4 * clean.sizes["train"])
+    again = made(ImageTable, tmp_path / "split.csv", folder=photos)
+    for part in again.sizes:
+        assert again.split(part).labels.equal(clean.split(part).labels)
 
 
 @pytest.mark.extras("datasets")
