@@ -118,7 +118,7 @@ class InMemoryData(LightningDataModule):
         return None
 
     def split_list(self) -> list[tuple[str, ...]]:
-        """Return part, name, true class and, with `relabel`, class of each sample if the test set is drawn and named."""
+        """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
 
     def check_fits(self, count: int) -> None:

@@ -128,12 +128,14 @@ class StoredImages(ImageData):
     def split_list(self) -> list[tuple[str, ...]]:
         """Return part, name and true class of each image if the test set is drawn; with noise also the trained one."""
         self.split("train")
+        if not self.test_is_drawn:
+            return []
         truth = (self._true_labels, *(images.labels for images in self._encoded[1:]))
+        columns = 2 if self.label_noise else 1
         return [
-            (part, images.short_name(place), *(self.class_names[label] for label in labels))
+            (part, images.short_name(place), *(self.class_names[label] for label in labels[:columns]))
             for part, images, true in zip(LIMITS, self._encoded, truth, strict=True)
-            for place, labels in enumerate(torch.stack([true, images.labels][: 1 + bool(self.label_noise)], 1).tolist())
-            if self.test_is_drawn
+            for place, labels in enumerate(torch.stack([true, images.labels], 1).tolist())
         ]
 
     def relabel(self, source: Source, train: Tensor) -> Source:
