@@ -197,6 +197,19 @@ def test_names_of_parts_in_any_case(tmp_path: Path, names: tuple[str, ...], caps
     assert "one folder train" in bad_input(lambda: made(ImageFolder, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["train", "Test", "val"])
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        picture(tmp_path / ["airplane", "car", name][number % 3] / f"{number}.png", number)
+    (tmp_path / name / ".hidden").mkdir()
+    data = made(ImageFolder, tmp_path, test_size=3, validation_size=0)
+    assert data.class_names == tuple(sorted(["airplane", "car", name]))
+    assert f"{name}/ beside other folders, and without class folders: taken for a class\n" in capsys.readouterr().err
+    for other in ("airplane", "car"):
+        shutil.rmtree(tmp_path / other)
+    assert bad_input(lambda: made(ImageFolder, tmp_path)).startswith(f"data.root {tmp_path}: expected images (")
+
+
 def rows_of(photos: Path, **columns: Any) -> list[dict[str, str]]:
     files = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*"))
     return [{"file_name": file, "Label": file.split("/")[0]} for file in files]
