@@ -12,7 +12,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from apprentice.errors import BadInput
 from datamodules.encoded import Encoded, Files
-from datamodules.stored_images import StoredImages
+from datamodules.stored_images import FOLDER, StoredImages
 
 # Names of folders, in any case.
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
@@ -117,7 +117,9 @@ class ImageFolder(StoredImages):
         except (OSError, ValueError) as error:
             expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
             raise BadInput("data.root", self.root, f"{expected}; {folder}: {str(error).rstrip('. ')}") from error
-        skipped.update(_kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in names)
+        skipped.update(
+            _kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in {*names, FOLDER}
+        )
         return [(Path(path), names[label]) for path, label in samples]
 
     def _annotated(self, folder: Path) -> list[tuple[Path, str]]:

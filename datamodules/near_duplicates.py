@@ -1,8 +1,12 @@
 """Groups of images that are equal, or nearly so, which a split should not part."""
 
+import fcntl
 import hashlib
+import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from datamodules.decoded import name_cache
 from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
 from datamodules.streams import Streamed, read_batches
@@ -21,6 +26,46 @@ MARGIN = 6  # of red, green and blue together, by which a pixel is darker than i
 BITS = 7  # of a hash, that may differ
 SIMILAR = 24  # levels, of 255, by which each pixel of two thumbnails may differ
 CHUNK = 64  # images that a worker decodes at once
+SUM = 4  # bytes of a checksum
+
+
+def recall_near_duplicates(images: Encoded, workers: int | None, folder: Path) -> Tensor:
+    """Return `group_near_duplicates`, which one process works out; others, and later runs, read it in `folder`.
+
+    The file is named after the images and may be deleted. Where none can be written, each process works it out.
+    """
+    rules = "-".join(map(str, (MARGIN, BITS, SIMILAR)))
+    with _locked(folder / f"{name_cache(images)}-{rules}.groups") as file:
+        content = b"" if file is None else file.read()
+        if len(content) == SUM + 8 * len(images.labels) and int.from_bytes(content[:SUM]) == zlib.crc32(content[SUM:]):
+            return torch.frombuffer(bytearray(content[SUM:]), dtype=torch.int64)
+        groups = group_near_duplicates(images, workers)
+        if file is not None:
+            content = groups.numpy().tobytes()
+            with suppress(OSError):
+                file.truncate(0)
+                file.write(zlib.crc32(content).to_bytes(SUM) + content)
+                file.flush()
+        return groups
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO | None]:
+    """The file, made if it is not there, for this process alone; None if it can't be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError:
+        yield None
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a network's disk without locks
+            yield None
+            return
+        file.seek(0)
+        yield file
 
 
 def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:

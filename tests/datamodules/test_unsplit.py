@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from datamodules import HuggingFaceImages, ImageFolder, ImageTable
+from datamodules import HuggingFaceImages, ImageFolder, ImageTable, near_duplicates
 from datamodules.near_duplicates import BITS, MARGIN, SIMILAR, _near_pairs, group_near_duplicates
 from datamodules.splits import draw_train_and_validation, draw_whole_groups, proportional_subset
 from datamodules.stored_images import StoredImages
@@ -126,6 +126,29 @@ def test_equal_and_nearly_equal_images_are_found(tmp_path: Path) -> None:
     assert len(groups.unique()) == len(groups) - 2
 
 
+def test_images_are_looked_at_once_for_all_runs(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = list[int]()
+    look = near_duplicates._look
+    monkeypatch.setattr(near_duplicates, "_look", lambda image: looked.append(1) or look(image))
+    first, told = parts(made(ImageFolder, photos)), capsys.readouterr().err
+    assert len(looked) == 36
+    assert (parts(made(ImageFolder, photos, train_size=5))["test"], len(looked)) == (first["test"], 36)
+    (kept,) = (photos / ".apprentice").iterdir()
+    content = bytearray(kept.read_bytes())
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # damaged
+    capsys.readouterr()
+    assert (parts(made(ImageFolder, photos)), len(looked), kept.read_bytes()) == (first, 72, content)
+    assert capsys.readouterr().err == told  # the cache is no file that is skipped
+    scene(99).save(photos / "cat" / "01.PNG")  # another image
+    made(ImageFolder, photos)
+    assert len(looked) == 108
+    (tmp_path / "file").touch()
+    elsewhere = made(ImageFolder, photos, cache_dir=tmp_path / "file" / "folder")  # none that can be written
+    assert (parts(elsewhere).keys(), len(looked)) == (first.keys(), 144)
+
+
 def test_many_similar_images_are_linked_by_few_pairs() -> None:
     random = np.random.default_rng(0)
     kinds = random.integers(60, 200, (20, 8, 9, 3))
@@ -211,7 +234,7 @@ def test_a_class_may_have_the_name_of_a_part(tmp_path: Path, name: str, capsys: 
 
 
 def rows_of(photos: Path, **columns: Any) -> list[dict[str, str]]:
-    files = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*"))
+    files = sorted(path.relative_to(photos).as_posix() for path in photos.glob("[!.]*/*"))
     return [{"file_name": file, "Label": file.split("/")[0]} for file in files]
 
 
