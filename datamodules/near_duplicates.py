@@ -65,7 +65,10 @@ def _locked(path: Path) -> Iterator[BinaryIO | None]:
             yield None
             return
         file.seek(0)
-        yield file
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: forked workers may have the file open, too
 
 
 def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:
