@@ -117,8 +117,8 @@ class InMemoryData(LightningDataModule):
         """Return (classes,) float64, what each class counts in training, given the labels (n,) that are known."""
         return None
 
-    def split_list(self) -> list[tuple[str, str, str]]:
-        """Return the part, the name and the class of each sample if the test set is drawn and samples have names."""
+    def split_list(self) -> list[tuple[str, ...]]:
+        """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
 
     def check_fits(self, count: int) -> None:

@@ -29,7 +29,8 @@ class ClassData(InMemoryData):
             counts the same, or a list of numbers in the order of the classes. A batch's mean is the weighted one over
             all devices.
         label_noise: fraction of the training labels to replace by another class, drawn from `seed`; labels of other
-            samples stay.
+            samples stay. With `labelled`, it is a fraction of all labels; a line says how many of the known ones are
+            wrong.
         options: those of InMemoryData.
     """
 
@@ -69,19 +70,28 @@ class ClassData(InMemoryData):
         super().setup(stage)
         check_weights(self.class_weights, self.num_classes)
         if self.class_weights is not None:
-            weights = self._weights(self.split("train").labels).tolist()
-            pairs = [f"{name} {weight:.3g}" for name, weight in zip(self.class_names, weights, strict=True)]
-            self.say(f"weights of classes: {', '.join(pairs[:LISTED])}{', ...' if len(pairs) > LISTED else ''}")
+            labels = self.split("train").labels
+            self._say_weights("weights of classes", labels)
+            if self._labelled_samples is not None and self.class_weights == "balanced":
+                known = labels[self._labelled_samples]
+                self._say_weights(f"of students, by the {len(known):,} labels that they know", known)
+
+    def _say_weights(self, what: str, labels: Tensor) -> None:
+        weights = self._weights(labels).tolist()
+        pairs = [f"{name} {weight:.3g}" for name, weight in zip(self.class_names, weights, strict=True)]
+        self.say(f"{what}: {', '.join(pairs[:LISTED])}{', ...' if len(pairs) > LISTED else ''}")
 
     def relabel(self, source: Source, train: Tensor) -> Source:
         """Return the source with noise in the labels at places `train` (k,); say how many are wrong."""
         if not self.label_noise:
             return source
         labels = flip_labels(source.labels, train, self.label_noise, self.num_classes, keyed.fold_in(self.seed, 8))
-        wrong = int((labels != source.labels).sum())
-        self.say(
-            f"label noise: {wrong:,} of {len(train):,} training labels are another class, by --data.seed {self.seed}"
-        )
+        changed = (labels != source.labels)[train]
+        told = f"label noise: {int(changed.sum()):,} of {len(train):,} training labels are another class"
+        if self._labelled_samples is not None:
+            known = changed[self._labelled_samples]
+            told += f", {int(known.sum()):,} of the {len(known):,} that students know"
+        self.say(f"{told}, by --data.seed {self.seed}")
         return (
             source._replace(labels=labels) if isinstance(source, Split) else replace(cast("Any", source), labels=labels)
         )

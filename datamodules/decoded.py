@@ -37,7 +37,7 @@ class Decoded:
 
     def __init__(self, encoded: Encoded, places: Tensor, folder: Path, workers: int | None = None) -> None:
         self.encoded, self.places, self.labels = encoded, places, encoded.labels[places]
-        self.shape, self.path = (3, *encoded.size), folder / f"{_key(encoded)}.decoded"
+        self.shape, self.path = (3, *encoded.size), folder / f"{name_cache(encoded)}.decoded"
         with self._open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             sums = np.zeros(len(encoded.labels), SUM)
@@ -92,7 +92,7 @@ class Decoded:
             raise BadInput("data.cache_dir", self.path.parent, expected) from error
 
 
-def _key(encoded: Encoded) -> str:
+def name_cache(encoded: Encoded) -> str:
     """Hash what determines the bytes of decoded images: their sources, their size, Pillow's version."""
     key = hashlib.blake2b(f"{PIL.__version__} {encoded.image_size} {encoded.size}".encode(), digest_size=12)
     for part in encoded.cache_key():

@@ -12,7 +12,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from apprentice.errors import BadInput
 from datamodules.encoded import Encoded, Files
-from datamodules.stored_images import StoredImages
+from datamodules.stored_images import FOLDER, StoredImages
 
 # Names of folders, in any case.
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
@@ -26,7 +26,7 @@ class ImageFolder(StoredImages):
     A run validates on `root/val/<class>/`, if that is there. Without a labelled `test/`, as in ImageNet and
     Tiny-ImageNet, it tests on `val/` and validates on images held out from training. Without both, and where `root` has
     class folders alone, test images are drawn by class, too (`test_size`). A line says so. Case does not matter in the
-    names of these folders.
+    names of these folders. A folder of such a name without class folders, beside others, is a class (trains, cars).
 
     Class folders are searched recursively, as in torchvision. Hidden files and folders, and files that are no images,
     are skipped and counted in one line.
@@ -65,6 +65,11 @@ class ImageFolder(StoredImages):
         train, test, validation = (self._find(names) for names in (TRAIN, TEST, VALIDATION))
         if train is None and not (test or validation):
             return {"train": FLAT}
+        parts = [folder for folder in (train, test, validation) if folder is not None]
+        if self._classes(".") - {*parts} and not any(map(self._has_classes, parts)):
+            named = ", ".join(f"{folder}/" for folder in parts)
+            self.say(f"{named} beside other folders, and without class folders: taken for a class")
+            return {"train": FLAT}
         train = train or TRAIN[0]
         tested = set() if test is None else self._classes(test)
         if test is not None and (tested & self._classes(train) or (tested and validation is None)):
@@ -88,7 +93,10 @@ class ImageFolder(StoredImages):
         return None
 
     def _classes(self, folder: str) -> set[str]:
-        return {path.name for path in (self.root / folder).glob("*/")}
+        return {path.name for path in (self.root / folder).glob("*/") if not path.name.startswith(".")}
+
+    def _has_classes(self, folder: str) -> bool:
+        return bool(self._classes(folder)) or (self.root / folder / ANNOTATIONS).is_file()
 
     def _samples(self, part: str, skipped: Counter[str]) -> list[tuple[Path, str]]:
         """Return images and their classes, sorted by both."""
@@ -109,7 +117,9 @@ class ImageFolder(StoredImages):
         except (OSError, ValueError) as error:
             expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
             raise BadInput("data.root", self.root, f"{expected}; {folder}: {str(error).rstrip('. ')}") from error
-        skipped.update(_kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in names)
+        skipped.update(
+            _kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in {*names, FOLDER}
+        )
         return [(Path(path), names[label]) for path, label in samples]
 
     def _annotated(self, folder: Path) -> list[tuple[Path, str]]:

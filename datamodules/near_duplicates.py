@@ -1,8 +1,12 @@
 """Groups of images that are equal, or nearly so, which a split should not part."""
 
+import fcntl
 import hashlib
+import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from datamodules.decoded import name_cache
 from datamodules.encoded import Encoded, with_progress
 from datamodules.splits import Split
 from datamodules.streams import Streamed, read_batches
@@ -21,6 +26,49 @@ MARGIN = 6  # of red, green and blue together, by which a pixel is darker than i
 BITS = 7  # of a hash, that may differ
 SIMILAR = 24  # levels, of 255, by which each pixel of two thumbnails may differ
 CHUNK = 64  # images that a worker decodes at once
+SUM = 4  # bytes of a checksum
+
+
+def recall_near_duplicates(images: Encoded, workers: int | None, folder: Path) -> Tensor:
+    """Return `group_near_duplicates`, which one process works out; others, and later runs, read it in `folder`.
+
+    The file is named after the images and may be deleted. Where none can be written, each process works it out.
+    """
+    rules = "-".join(map(str, (MARGIN, BITS, SIMILAR)))
+    with _locked(folder / f"{name_cache(images)}-{rules}.groups") as file:
+        content = b"" if file is None else file.read()
+        if len(content) == SUM + 8 * len(images.labels) and int.from_bytes(content[:SUM]) == zlib.crc32(content[SUM:]):
+            return torch.frombuffer(bytearray(content[SUM:]), dtype=torch.int64)
+        groups = group_near_duplicates(images, workers)
+        if file is not None:
+            content = groups.numpy().tobytes()
+            with suppress(OSError):
+                file.truncate(0)
+                file.write(zlib.crc32(content).to_bytes(SUM) + content)
+                file.flush()
+        return groups
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO | None]:
+    """The file, made if it is not there, for this process alone; None if it can't be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError:
+        yield None
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a network's disk without locks
+            yield None
+            return
+        file.seek(0)
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: forked workers may have the file open, too
 
 
 def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:
@@ -31,7 +79,8 @@ def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:
     the thumbnail is darker than the one to its right (dHash; N. Krawetz, "Kind of Like That", 2013). That covers the
     same picture in another size, quality or format; not a crop, a mirror image or another picture of a scene. Of 1,000
     images of CIFAR-10, 89 % at JPEG quality 40 and 97 % at three quarters of the size are nearly equal to the original;
-    of its 60,000 images, 72 are to another one, all of them in pairs of one class. BadInput if an image can't be read.
+    of its 60,000 images, 72 are to another one, and the pairs that were looked at are of one class. BadInput if an
+    image can't be read.
     """
     places = torch.arange(len(images.labels))
     chunks = read_batches(Streamed(_Look(images), workers), places.split(CHUNK))
@@ -50,7 +99,7 @@ def repeated_values(groups: Tensor) -> list[int]:
 
 
 def _near_pairs(thumbnails: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield (2, p) int64, pairs of nearly equal thumbnails (n, 8, 9, 3); some pairs may come again."""
+    """Yield (2, p) int64, pairs of nearly equal thumbnails (n, 8, 9, 3), at most 8 n, which link all that are."""
     grey = thumbnails.sum(-1, dtype=np.int16)
     bits = np.packbits(grey[:, :, 1:] - grey[:, :, :-1] > MARGIN).reshape(-1, 8)
     hashes = bits.view(np.uint64)[:, 0]  # (n,)
@@ -58,12 +107,18 @@ def _near_pairs(thumbnails: np.ndarray) -> Iterator[np.ndarray]:
     for band in bits.T:  # (n,), of hashes that differ in at most 7 bits one of 8 bytes is equal
         order = band.argsort(kind="stable")
         for members in np.split(order, np.flatnonzero(np.diff(band[order])) + 1):
-            for place, member in enumerate(members[:-1]):
-                others = members[place + 1 :]
-                others = others[np.bitwise_count(hashes[others] ^ hashes[member]) <= BITS]
-                others = others[np.abs(levels[others] - levels[member]).max(1) <= SIMILAR]
-                if len(others):
-                    yield np.stack([np.full_like(others, member), others])
+            others, linked = members, list[int]()
+            while len(others):  # a spanning tree of each component: all pairs of many similar images would fill memory
+                if linked:
+                    member = linked.pop()
+                else:
+                    member, others = int(others[0]), others[1:]
+                near = np.flatnonzero(np.bitwise_count(hashes[others] ^ hashes[member]) <= BITS)
+                near = near[np.abs(levels[others[near]] - levels[member]).max(1) <= SIMILAR]
+                if len(near):
+                    yield np.stack([np.full(len(near), member), others[near]])
+                    linked += others[near].tolist()
+                    others = np.delete(others, near)
 
 
 class _Look(NamedTuple):

@@ -238,8 +238,11 @@ def draw_train_and_validation(
         most = f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}"
         raise BadInput("data.train_size", train_size, most)
     validation = draw_whole_groups(labels, count, keyed.fold_in(seed, 0), groups)
+    check_drawn(len(validation), count, "validation")
     train = complement(validation, available)
     if train_size is not None:
+        if train_size > len(train):  # whole groups may be more than was asked for
+            raise BadInput("data.train_size", train_size, f"at most {len(train)}: near duplicates stay in one part")
         train = train[draw_places(labels[train], train_size, keyed.fold_in(seed, 1), subset)]
     return train, validation
 
@@ -262,7 +265,16 @@ def hold_out_test(labels: Tensor, test_size: float | None, seed: int, groups: Te
     if size > available - classes:
         expected = f"at most {available - classes} of the {available} samples, as one of each class has to train"
         raise BadInput("data.test_size", test_size, f"{expected}: there is no test set to draw from")
-    return draw_whole_groups(labels, size, keyed.fold_in(seed, 7), groups)
+    drawn = draw_whole_groups(labels, size, keyed.fold_in(seed, 7), groups)
+    check_drawn(len(drawn), size, "test")
+    return drawn
+
+
+def check_drawn(drawn: int, wanted: int, part: str) -> None:
+    """Raise BadInput if whole groups of near duplicates make up less than half of the samples wanted for a part."""
+    if 2 * drawn < wanted:
+        expected = f"false: groups of near duplicates are too large to part; {drawn} of {wanted} {part} samples are"
+        raise BadInput("data.group_duplicates", "true", f"{expected} drawn of whole groups")
 
 
 def draw_whole_groups(labels: Tensor, size: int, key: int, groups: Tensor | None = None) -> Tensor:

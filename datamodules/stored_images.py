@@ -16,13 +16,14 @@ from datamodules.decoded import Decoded
 from datamodules.encoded import Damaged, Encoded
 from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
-from datamodules.near_duplicates import group_near_duplicates, repeated_values
+from datamodules.near_duplicates import recall_near_duplicates, repeated_values
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import Streamed, read_batches
 
 Cache = Literal["memory", "disk", "none"]
 OnError = Literal["stop", "skip"]
 Sets = dict[str, Any]  # of Encoded: train, test, and perhaps validation
+FOLDER = ".apprentice"  # of caches, beside the images
 CHECKED = 64  # images that a worker checks at once
 
 
@@ -37,13 +38,15 @@ class StoredImages(ImageData):
         cache: where decoded images are kept: in `memory`; on `disk`, written before training unless an earlier run has
             done it; or nowhere, `none`: then they are decoded at each use. Default: in memory if they fit, otherwise
             nowhere. Results do not depend on it.
-        cache_dir: the folder of the cache on disk; default: `.apprentice` beside the images. It may be deleted.
+        cache_dir: the folder of the cache on disk, and of groups of near duplicates; default: `.apprentice` beside the
+            images. It may be deleted.
         num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
             this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
         on_error: at an image that can't be read `stop` the run; or check all images before training, in one pass, and
             `skip` those that can't be read, counted in a line.
         group_duplicates: where the test set is drawn, because there is none: keep images that are equal, or nearly so
-            (`datamodules.near_duplicates`), in one part, for which all are decoded once before.
+            (`datamodules.near_duplicates`), in one part, for which all are decoded once before; later runs read the
+            groups in `cache_dir`.
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
@@ -78,10 +81,14 @@ class StoredImages(ImageData):
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self.group_duplicates = group_duplicates
         self._encoded: list[Encoded] = []  # of train, validation and test
+        self._true_labels = torch.empty(0, dtype=torch.int64)  # of train, known after `setup`
 
     def beside(self) -> Path:
         """Return the folder of the images, which by default holds that of the cache."""
         raise NotImplementedError
+
+    def _cache_folder(self) -> Path:
+        return self.cache_dir or self.beside() / FOLDER
 
     def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[Encoded, ...]:
         """Return the sets for `read`: images of one size and, with `on_error` skip, readable; say what is skipped."""
@@ -111,7 +118,7 @@ class StoredImages(ImageData):
         if not self.group_duplicates:
             return None
         images = cast("Encoded", source)
-        groups = group_near_duplicates(images, self.num_workers)
+        groups = recall_near_duplicates(images, self.num_workers, self._cache_folder())
         members = [(groups == group).nonzero().flatten() for group in repeated_values(groups)]
         if members:
             count = sum(map(len, members))
@@ -124,15 +131,23 @@ class StoredImages(ImageData):
             self.say(f"near duplicates in several classes: groups {len(mixed)}, such as {pair}")
         return groups
 
-    def split_list(self) -> list[tuple[str, str, str]]:
-        """Return the part, the name and the class of each image if the test set is drawn."""
+    def split_list(self) -> list[tuple[str, ...]]:
+        """Return part, name and true class of each image if the test set is drawn; with noise also the trained one."""
         self.split("train")
+        if not self.test_is_drawn:
+            return []
+        truth = (self._true_labels, *(images.labels for images in self._encoded[1:]))
+        columns = 2 if self.label_noise else 1
         return [
-            (part, images.short_name(place), self.class_names[label])
-            for part, images in zip(LIMITS, self._encoded, strict=True)
-            for place, label in enumerate(images.labels.tolist())
-            if self.test_is_drawn
+            (part, images.short_name(place), *(self.class_names[label] for label in labels[:columns]))
+            for part, images, true in zip(LIMITS, self._encoded, truth, strict=True)
+            for place, labels in enumerate(torch.stack([true, images.labels], 1).tolist())
         ]
+
+    def relabel(self, source: Source, train: Tensor) -> Source:
+        """Return the source as ClassData does, and keep the true labels at places `train` (k,)."""
+        self._true_labels = source.labels[train]
+        return super().relabel(source, train)
 
     def check_fits(self, count: int) -> None:
         """Choose where images are kept, unless set; raise BadInput if they are to be in memory and do not fit."""
@@ -155,8 +170,7 @@ class StoredImages(ImageData):
         if self.cache == "none":
             return Streamed(self._encoded[-1], self.num_workers)
         if self.cache == "disk":
-            folder = self.cache_dir or self.beside() / ".apprentice"
-            return Streamed(Decoded(images, places, folder, self.num_workers), self.num_workers or 0)
+            return Streamed(Decoded(images, places, self._cache_folder(), self.num_workers), self.num_workers or 0)
         decoded = images.take(places)
         return Streamed(decoded, self.num_workers) if self.num_workers else decoded
 

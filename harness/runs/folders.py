@@ -148,10 +148,13 @@ def describe_samples(data: InMemoryData) -> dict[str, Any]:
 
 
 def write_split(out: Path, data: InMemoryData) -> None:
-    """Write the part, the name and the class of each sample, if the data module has drawn the test set."""
+    """Write the part, the name and the class of each sample, if the data module has drawn the test set.
+
+    The classes are true ones, so that the list is a table for other runs; those that are trained on come beside them.
+    """
     if rows := data.split_list():
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows([("split", "path", "label"), *rows])
+        header, table = ("split", "path", "label", "trained_label")[: len(rows[0])], io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([header, *rows])
         write_bytes(out / SPLIT, table.getvalue().encode(errors="surrogateescape"))
 
 

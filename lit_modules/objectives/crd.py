@@ -26,11 +26,10 @@ class CRD(EmbeddingObjective):
         -log(h_i / (h_i + c)) - sum_k log(c / (h_k + c)),  h_j = exp(<g_i, m_j> / temperature) / Z,  c = K / N
 
     over K samples k of other classes, of N. As in the code released with the paper, h_i reads the bank, whose row is
-    older than this batch; then m_i becomes the normalised mean of m_i and g_i, of a sample that the batch has twice the
-    first. Z is N times the mean of exp(...) in the
-    first batch, and fixed: published results have it so. Samples not seen yet have random rows and count as of other
-    classes. If N is `negatives` or less, k runs over all samples of other classes, each once; otherwise K are drawn
-    with replacement, from the step and the sample alone.
+    older than this batch; then m_i becomes the normalised mean of m_i and g_i, of the first row if a sample comes in
+    several. Z is N times the mean of exp(...) in the first batch, and fixed: published results have it so. Samples not
+    seen yet have random rows and count as of other classes. If N is `negatives` or less, k runs over all samples of
+    other classes, each once; otherwise K are drawn with replacement, from the step and the sample alone.
 
     Beside `Hinton` (T 4, weight 1), the weight stays 0.8.
 
@@ -105,11 +104,13 @@ class CRD(EmbeddingObjective):
         sides = self._scores(student, teacher, labels)
         self.normalisers.copy_(torch.stack([self._normaliser(i, *side) for i, side in enumerate(sides)]))
         self.classes.copy_(self._classes_with(labels))
-        # A batch may have a sample twice; which of two writes to a row counts would depend on the device.
-        first = (self._index[:, None] == self._index).int().argmax(1)
         for bank, g in zip((self.bank_s, self.bank_t), self._unit_embeddings(student, teacher), strict=True):
             moved = F.normalize(0.5 * bank[self._index].to(g) + 0.5 * g, dim=1)
-            bank[self._index] = moved[first].to(bank)
+            bank[self._index] = moved[self._first_rows()].to(bank)
+
+    def _first_rows(self) -> Tensor:
+        """Return (B,), of each row the first one with its sample, as of several writes a GPU keeps any one."""
+        return (self._index[:, None] == self._index).int().argmax(1)
 
     @property
     def _index(self) -> Tensor:

@@ -216,6 +216,22 @@ def test_label_noise_is_in_training_alone(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_weights_and_noise_of_the_labels_that_students_know_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    options = {"train_size": 200, "subset": "proportional", "labelled": 30}
+    data = digits(class_weights="balanced", label_noise=0.3, **options)
+    truth, labels, known = digits(**options).split("train").labels, data.split("train").labels, data._labelled_samples
+    told = capsys.readouterr().err.splitlines()
+    for start, of in (("weights of classes", labels), ("of students, by the 30 labels that they know", labels[known])):
+        weights = compute_class_weight("balanced", classes=np.arange(10), y=of.numpy())
+        pairs = ", ".join(f"{label} {weight:.3g}" for label, weight in enumerate(weights))
+        assert f"Digits: {start}: {pairs}" in told
+    wrong = int((truth != labels)[known].sum())
+    noise = f"60 of 200 training labels are another class, {wrong} of the 30 that students know, by --data.seed 0"
+    assert f"Digits: label noise: {noise}" in told
+
+
 def test_what_can_not_be_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"class_weights": [1.0, 2.0]}, "data.class_weights [1.0, 2.0]: expected balanced, or a list"),

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
-from datamodules import HuggingFaceImages, ImageFolder, ImageTable
-from datamodules.near_duplicates import group_near_duplicates
-from datamodules.splits import draw_whole_groups, proportional_subset
+from datamodules import HuggingFaceImages, ImageFolder, ImageTable, near_duplicates
+from datamodules.near_duplicates import BITS, MARGIN, SIMILAR, _near_pairs, group_near_duplicates
+from datamodules.splits import draw_train_and_validation, draw_whole_groups, proportional_subset
 from datamodules.stored_images import StoredImages
 from experiments import kd
+from harness.runs.folders import write_split
 from tests.commands import bad_input, results
 from tests.datamodules.test_image_folder import picture
 
@@ -123,6 +126,60 @@ def test_equal_and_nearly_equal_images_are_found(tmp_path: Path) -> None:
     assert len(groups.unique()) == len(groups) - 2
 
 
+def test_images_are_looked_at_once_for_all_runs(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = list[int]()
+    look = near_duplicates._look
+    monkeypatch.setattr(near_duplicates, "_look", lambda image: looked.append(1) or look(image))
+    first, told = parts(made(ImageFolder, photos)), capsys.readouterr().err
+    assert len(looked) == 36
+    assert (parts(made(ImageFolder, photos, train_size=5))["test"], len(looked)) == (first["test"], 36)
+    (kept,) = (photos / ".apprentice").iterdir()
+    content = bytearray(kept.read_bytes())
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # damaged
+    capsys.readouterr()
+    assert (parts(made(ImageFolder, photos)), len(looked), kept.read_bytes()) == (first, 72, content)
+    assert capsys.readouterr().err == told  # the cache is no file that is skipped
+    scene(99).save(photos / "cat" / "01.PNG")  # another image
+    made(ImageFolder, photos)
+    assert len(looked) == 108
+    (tmp_path / "file").touch()
+    elsewhere = made(ImageFolder, photos, cache_dir=tmp_path / "file" / "folder")  # none that can be written
+    assert (parts(elsewhere).keys(), len(looked)) == (first.keys(), 144)
+
+
+def test_many_similar_images_are_linked_by_few_pairs() -> None:
+    random = np.random.default_rng(0)
+    kinds = random.integers(60, 200, (20, 8, 9, 3))
+    thumbnails = (kinds[random.integers(0, 20, 600)] + random.integers(-9, 10, (600, 8, 9, 3))).astype(np.uint8)
+    grey, levels = thumbnails.sum(-1, dtype=np.int16), thumbnails.reshape(600, -1).astype(np.int16)
+    bits = (grey[:, :, 1:] - grey[:, :, :-1] > MARGIN).reshape(600, -1)
+    near = ((bits[:, None] != bits).sum(-1) <= BITS) & (np.abs(levels[:, None] - levels).max(-1) <= SIMILAR)
+    expected = connected_components(near, directed=False)[1]
+    pairs = np.concatenate([*_near_pairs(thumbnails)], axis=1)
+    links = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=near.shape)
+    assert (connected_components(links, directed=False)[1] == expected).all()
+    assert len({*expected.tolist()}) < 600
+    assert pairs.shape[1] < 8 * 600
+
+
+def test_parts_that_whole_groups_can_not_make_up_are_refused(tmp_path: Path) -> None:
+    for number in range(40):  # a fixed camera: one group
+        picture = scene(number // 20)
+        picture.putpixel((number, 0), (0, 0, 0))
+        (tmp_path / "ab"[number // 20]).mkdir(exist_ok=True)
+        picture.save(tmp_path / "ab"[number // 20] / f"{number}.png")
+    expected = "data.group_duplicates true: expected false: groups of near duplicates are too large to part; 0 of "
+    assert bad_input(lambda: made(ImageFolder, tmp_path)) == f"{expected}8 test samples are drawn of whole groups"
+    assert made(ImageFolder, tmp_path, group_duplicates=False).sizes == {"train": 29, "validation": 3, "test": 8}
+    labels, groups = torch.arange(40) // 20, torch.arange(40) // 10
+    refused = bad_input(lambda: draw_train_and_validation(labels, None, 4, 0, "balanced", groups))
+    assert refused == f"{expected}4 validation samples are drawn of whole groups"
+    refused = bad_input(lambda: draw_train_and_validation(labels, 30, 10, 0, "balanced", groups))
+    assert refused == "data.train_size 30: expected at most 20: near duplicates stay in one part"
+
+
 def test_copies_of_several_classes_are_told(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(photos / "cat" / "05.JPEG", photos / "bee" / "same.jpg")
     of = parts(made(ImageFolder, photos))
@@ -163,8 +220,21 @@ def test_names_of_parts_in_any_case(tmp_path: Path, names: tuple[str, ...], caps
     assert "one folder train" in bad_input(lambda: made(ImageFolder, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["train", "Test", "val"])
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        picture(tmp_path / ["airplane", "car", name][number % 3] / f"{number}.png", number)
+    (tmp_path / name / ".hidden").mkdir()
+    data = made(ImageFolder, tmp_path, test_size=3, validation_size=0)
+    assert data.class_names == tuple(sorted(["airplane", "car", name]))
+    assert f"{name}/ beside other folders, and without class folders: taken for a class\n" in capsys.readouterr().err
+    for other in ("airplane", "car"):
+        shutil.rmtree(tmp_path / other)
+    assert bad_input(lambda: made(ImageFolder, tmp_path)).startswith(f"data.root {tmp_path}: expected images (")
+
+
 def rows_of(photos: Path, **columns: Any) -> list[dict[str, str]]:
-    files = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*"))
+    files = sorted(path.relative_to(photos).as_posix() for path in photos.glob("[!.]*/*"))
     return [{"file_name": file, "Label": file.split("/")[0]} for file in files]
 
 
@@ -191,6 +261,18 @@ def test_a_table_has_the_samples_of_the_folder(photos: Path, tmp_path: Path) -> 
     for part in data.sizes:
         for one, other in zip(data.split(part), expected.split(part), strict=True):
             assert one.equal(other)
+
+
+def test_a_list_of_a_run_with_noise_has_the_true_labels(photos: Path, tmp_path: Path) -> None:
+    clean, noisy = made(ImageFolder, photos), made(ImageFolder, photos, label_noise=0.4)
+    write_split(tmp_path, noisy)
+    with (tmp_path / "split.csv").open() as file:
+        trained = [row["trained_label"] for row in csv.DictReader(file)]
+    wrong = [label != row[2] for label, row in zip(trained, clean.split_list(), strict=True)]
+    assert sum(wrong) == sum(wrong[: clean.sizes["train"]]) == round(0.4 * clean.sizes["train"])
+    again = made(ImageTable, tmp_path / "split.csv", folder=photos)
+    for part in again.sizes:
+        assert again.split(part).labels.equal(clean.split(part).labels)
 
 
 @pytest.mark.extras("datasets")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from apprentice import keyed
 from apprentice.errors import BadInput
@@ -129,6 +130,19 @@ def built(negatives: int) -> CRD:
     example = Outputs(torch.zeros(3, 4), {"a": torch.zeros(3, 5), "b": torch.zeros(3, 6)})
     keyed.with_seed(2, lambda: objective.build(example, example))
     return objective.double()
+
+
+def test_a_sample_that_comes_several_times_moves_its_rows_once() -> None:
+    objective, g = built(100), torch.Generator().manual_seed(0)
+    objective.place = Place(index=torch.tensor([4, 0, 4]), samples=9)
+    e_s, e_t = (torch.randn(3, 128, generator=g, dtype=torch.float64) for _ in range(2))
+    before = objective.bank_s.clone(), objective.bank_t.clone()
+    outputs = (Outputs(torch.zeros(3, 4), {layer: e}) for layer, e in (("a", e_s), ("b", e_t)))
+    objective.after_batch(*outputs, torch.tensor([1, 0, 1]))
+    for old, bank, e in zip(before, (objective.bank_s, objective.bank_t), (e_s, e_t), strict=True):
+        expected = old.clone()
+        expected[[4, 0]] = normalize(0.5 * old[[4, 0]] + 0.5 * normalize(e[:2], dim=1), dim=1)
+        torch.testing.assert_close(bank, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("negatives", [100, 6])
