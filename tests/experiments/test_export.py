@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torchvision import models
 
 from apprentice.errors import BadInput
@@ -153,6 +156,30 @@ def test_how_to_use_a_folder_takes_fifteen_lines() -> None:
         assert len(lines) <= 15
         assert max(map(len, lines)) <= 120
         compile("\n".join(lines), kind, "exec")
+
+
+@pytest.mark.extras("onnxruntime")
+def test_use_py_answers_for_deep_images_and_where_the_commit_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, seen = facts(commit=None).metadata(), list[np.ndarray]()
+
+    def run(_: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        seen.append(inputs["images"])
+        return [np.eye(10)[3:4]]
+
+    meta = SimpleNamespace(custom_metadata_map=known)
+    session = SimpleNamespace(get_modelmeta=lambda: meta, run=run)
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda _: session)
+    deep = np.tile(np.array([[0, 256, 30000, 65535]], np.uint16), (8, 2))
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray(np.float32(deep / 65535)).save(tmp_path / "float.tiff")
+    names = [str(tmp_path / name) for name in ("deep.png", "float.tiff")]
+    monkeypatch.setattr(sys, "argv", ["use.py", *names])
+    exec((TEMPLATES / "images.py.txt").read_text(), {"__file__": str(tmp_path / "use.py")})
+    for images in seen:
+        np.testing.assert_array_equal(np.rint((images * 0.4 + 0.3) * 255)[0, 0, 0, :4], [0, 1, 117, 255])
+    assert [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()] == ["3", "3"]
 
 
 class Stub(BaseHTTPRequestHandler):
