@@ -3,21 +3,26 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from apprentice.errors import BadInput
 from experiments import kd
 from harness.jobs import queue
 from harness.jobs.base import Launcher, Needs, Outcome, Start
 from harness.jobs.command import Command
 from harness.jobs.queue import Job, Queue
+from harness.jobs.ray import Ray
+from harness.jobs.slurm import Slurm
 from harness.runs import files
 from harness.runs.plans import Arm, FitPlan
-from harness.studies.launched import VARIABLE, divide
+from harness.studies.launched import VARIABLE, _check_device, divide
 from tests import waiting
 from tests.commands import Refusal, curves, lasting, left_by_overwriting, results, start
 from tests.launching import TINY, faults, until
@@ -174,6 +179,37 @@ def test_a_command_has_none_of_a_launchers_ranks(monkeypatch: pytest.MonkeyPatch
     words = ("/bin/sh", "-c", "echo ${SLURM_PROCID-none} ${RANK-none} ${LOCAL_RANK-none} $OMP_NUM_THREADS; exit 3")
     assert Command(words, str(tmp_path), str(log), {"OMP_NUM_THREADS": "1"})() == 3
     assert log.read_text() == "none none none 1\n"
+
+
+def test_a_job_gets_the_gpus_that_it_needs_and_is_refused_without() -> None:
+    needs = Needs(3, 2, "cuda")
+    for engine in (Ray, Slurm):
+        assert engine().requested(needs) == needs
+        assert engine(cpus=1, gpus=0).requested(needs) == Needs(1, 0, "cuda")
+    with pytest.raises(BadInput, match=r"launcher.gpus 0: expected 1 or more, as seed0 was started for cuda"):
+        _check_device("cpu", "cuda", "seed0")
+    _check_device("cuda", "cpu", "seed0")
+
+
+def test_without_an_address_ray_starts_a_cluster_and_joins_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def remote(**options: Any) -> Callable[[Any], Any]:
+        asked.append(options)
+        return lambda task: task
+
+    fake = SimpleNamespace(init=lambda **options: asked.append(options), remote=remote, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for address in (None, "here:1"):
+        with Ray(address=address).open(tmp_path, Needs(1, 2)):
+            pass
+    started, task, joined, _ = asked
+    assert (started["address"], joined["address"]) == ("local", "here:1")
+    assert "num_cpus" in started
+    assert "num_cpus" not in joined
+    assert task["num_gpus"] == 2
 
 
 def test_jobs_record_their_files_apart(tmp_path: Path) -> None:
