@@ -141,6 +141,15 @@ def read_classes(folder: str | Path) -> tuple[str, ...]:
         return ()
 
 
+def read_expects(folder: str | Path) -> dict[str, tuple[float, ...]]:
+    """Read `mean` and `std` of the images that a folder's net has learnt from; none if its `net.yaml` says nothing."""
+    try:
+        facts = read_facts(folder)
+    except BadInput:
+        return {}
+    return {"mean": facts.inputs.mean, "std": facts.inputs.std} if facts and facts.inputs.mean else {}
+
+
 def check_finished(out: Path) -> None:
     """Raise BadInput if a run's folder lacks a net of a finished fit, or has a record of another format."""
     for record in sorted([*out.glob("seed[0-9]*/*.json"), *out.glob("tuning/seed[0-9]*/teacher.json")]):
@@ -193,4 +202,6 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     load_checked(net, weights)
     if getattr(net, "class_names", None) is None:  # a user's net may have its own
         net.class_names = read_classes(folder)  # type: ignore[assignment]
+    if expects := read_expects(folder):
+        net.expects = expects  # type: ignore[assignment]
     return net.eval()
