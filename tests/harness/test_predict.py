@@ -1,7 +1,9 @@
 """predict.py: a table for images and texts of any layout, the same bytes on any number of processes."""
 
+import contextlib
 import csv
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,13 @@ def test_texts(layout: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected.amax(1), rtol=0, atol=1e-6)
     assert [row["class"] for row in rows] == [["neg", "pos"][number] for number in expected.argmax(1).tolist()]
     assert ("label" in rows[0]) == ("accuracy" in said) == (layout != "lines")
+
+
+def test_a_file_s_name_that_is_no_utf8_is_written_as_it_is(folder: Path) -> None:
+    draw(folder / "odd", [os.fsdecode(b"\xff.png")])
+    with contextlib.suppress(UnicodeDecodeError):  # of the reader here
+        call(folder, inputs="odd")
+    assert b"\n\xff.png," in (folder / "out.csv").read_bytes()
 
 
 def bytes_inputs(place: Path) -> Inputs:
