@@ -25,7 +25,7 @@ from harness.runs.facts import KEYS
 from harness.runs.files import atomic
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Saved, Spec, load_net, read_expects, read_facts, read_spec, teachers_beside
+from harness.runs.nets import Saved, Spec, load_net, place_of, read_expects, read_facts, read_spec, teachers_beside
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
@@ -94,7 +94,7 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     run = runs[-1] if runs else None
     if not isinstance(run, str):
         return default
-    settings = Path(run).resolve().parent.parent / "config.yaml"
+    settings = place_of(run).run / "config.yaml"
     data = sources.load(settings, "run").get("data") if settings.is_file() else None
     if isinstance(data, dict) and "class_path" in data:
         try:
@@ -249,7 +249,7 @@ class Builder:
 
     def _check_samples(self) -> None:
         """Raise BadInput if the data are set as those of the student's run, and have other samples now."""
-        folder = Path(self.config.run).resolve().parent.parent
+        folder = place_of(self.config.run).run
         settings = folder / "config.yaml"
         data = sources.load(settings, "run").get("data") if settings.is_file() else None
         if data == self.run.parser.as_dict(self.config)["data"]:

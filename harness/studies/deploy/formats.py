@@ -44,7 +44,7 @@ class Rounded(nn.Module):
 
 
 def write_weights(net: nn.Module, folder: Path, facts: NetFacts | None = None) -> None:
-    """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors and no code, nor shares any."""
+    """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors apart and no code."""
     from safetensors.torch import save
 
     state = {name: value.detach().cpu().contiguous().clone() for name, value in plain_state(net).items()}
