@@ -15,12 +15,12 @@ import pytest
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.jobs import queue
-from harness.jobs.base import Launcher, Needs, Outcome, Start
+from harness.jobs.base import Launcher, Needs, Outcome, Running, Start
 from harness.jobs.command import Command
 from harness.jobs.queue import Job, Queue
 from harness.jobs.ray import Ray
 from harness.jobs.slurm import Slurm
-from harness.runs import files
+from harness.runs import files, signals
 from harness.runs.plans import Arm, FitPlan
 from harness.studies.launched import VARIABLE, _check_device, divide
 from tests import waiting
@@ -155,6 +155,24 @@ def test_an_error_of_an_engine_cancels_what_runs(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TypeError):
         play(monkeypatch, tmp_path, engine, "b", "a")
     assert "a cancelled" in engine.story
+
+
+def test_no_job_starts_after_a_stop_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Slow(Engine):
+        @contextmanager
+        def open(self, folder: Path, needs: Needs) -> Iterator[Start]:
+            with super().open(folder, needs) as start:
+
+                def begin(name: str, command: Command) -> Running:
+                    monkeypatch.setattr(signals.State, "requested", signal.SIGINT)
+                    return start(name, command)
+
+                yield begin
+
+    engine = Slow({}, jobs=9)
+    with pytest.raises(signals.Interrupted):
+        play(monkeypatch, tmp_path, engine, "a", "b", "c")
+    assert [line for line in engine.story if "starts" in line] == ["a starts"]
 
 
 def test_a_seed_is_a_job_and_students_of_several_fits_wait_for_their_teacher() -> None:
