@@ -115,4 +115,5 @@ class _Shares(nn.Module):
         self.logarithms = [math.log(share) for share in shares]
 
     def forward(self, logits: Tensor) -> Tensor:
-        return logits.new_tensor(self.logarithms).expand(logits.shape[0], 1, -1)  # len() would fix the size of an exported batch
+        batch = logits.shape[0]  # len() would fix the size of an exported batch
+        return logits.new_tensor(self.logarithms).expand(batch, 1, -1)

@@ -242,10 +242,11 @@ def test_weights_that_share_memory_are_written_each(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    tied[1].weight = tied[0].weight
+    weight: Any = tied[0].weight
+    tied[1].weight = weight
     formats.write_weights(tied, tmp_path)
     state = load_file(tmp_path / formats.WEIGHTS)
-    assert all(torch.equal(value, tied[0].weight) for value in state.values())
+    assert all(torch.equal(value, weight) for value in state.values())
     assert len(state) == 2
 
 
