@@ -9,7 +9,7 @@ import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from harness.runs import environment, files, launch
 from harness.runs.plans import TEACHER, FitPlan
 from harness.runs.quiet import notice
 from harness.runs.session import Session
+from harness.studies.fits import is_finished
 
 VARIABLE = "APPRENTICE_JOB"  # the file of the job that this process is
 KEY = "launcher"  # its flag
@@ -157,6 +158,25 @@ def _check_device(here: str, there: str, job: str) -> None:
         raise BadInput(f"{KEY}.gpus", 0, f"1 or more, as {job} was started for {there}; this machine gives it none")
     if here != there:
         notice(f"{job} trains on {here}; where it was started, it would on {there}")
+
+
+@contextmanager
+def without_jobs(session: Session, plan: FitPlan) -> Iterator[None]:
+    """Hold the locks of a seed's jobs during a fit here: an engine may have some yet, if their starter was killed.
+
+    One that runs ends first; one that is queued waits, and finds its fits done.
+    """
+    first = f"seed{plan.seed}"
+    locks = []
+    if not is_job() and not is_finished(session, plan):
+        paths = sorted((session.out / environment.JOBS).glob("*.lock"))
+        locks = [path for path in paths if path.stem.partition("-")[0] == first]
+    with ExitStack() as held:
+        if locks:
+            with launch.main_first(f"jobs {first} {plan.name}"):
+                for path in locks:
+                    held.enter_context(_alone(path))
+        yield
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
 from experiments import kd
@@ -22,7 +23,8 @@ from harness.jobs.ray import Ray
 from harness.jobs.slurm import Slurm
 from harness.runs import files, signals
 from harness.runs.plans import Arm, FitPlan
-from harness.studies.launched import VARIABLE, _check_device, divide
+from harness.studies import launched
+from harness.studies.launched import VARIABLE, _check_device, divide, without_jobs
 from tests import waiting
 from tests.commands import Refusal, curves, lasting, left_by_overwriting, results, start
 from tests.launching import TINY, faults, until
@@ -187,6 +189,30 @@ def test_a_seed_is_a_job_and_students_of_several_fits_wait_for_their_teacher() -
         ("seed1-rung1-2", (apart[2],), "seed1-teacher"),
         ("seed2-students-2", (new[0],), None),
     ]
+
+
+def test_a_fit_in_this_process_waits_for_the_seed_s_jobs_and_they_for_it(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    job, other, later = (tmp_path / "jobs" / f"{name}.lock" for name in ("seed1-teacher", "seed10", "seed1"))
+    for path in (job, other, later):
+        path.touch()
+    session: Any = SimpleNamespace(out=tmp_path)
+    running, order = FileLock(job), list[str]()
+    running.acquire()
+
+    def end() -> None:
+        order.append("the job ends")
+        running.release(force=True)
+
+    with FileLock(other), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "notice", lambda _: end())
+        with without_jobs(session, FitPlan(1, "students", ())):
+            order.append("the fit begins")
+            for path in (job, later):
+                with pytest.raises(Timeout):
+                    FileLock(path).acquire(timeout=0)
+    assert order == ["the job ends", "the fit begins"]
+    FileLock(job).acquire(timeout=0)
 
 
 def test_a_command_has_none_of_a_launchers_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
