@@ -256,6 +256,15 @@ def test_without_an_address_ray_starts_a_cluster_and_joins_none(
     assert task["num_gpus"] == 2
 
 
+@pytest.mark.extras("submitit")
+def test_slurm_is_asked_for_the_gpus_that_a_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    executor = SimpleNamespace(update_parameters=lambda **options: asked.update(options))
+    monkeypatch.setattr("submitit.AutoExecutor", lambda **_: executor)
+    with Slurm().open(tmp_path, Needs(3, 2, "cuda")):
+        assert (asked["cpus_per_task"], asked["gpus_per_node"]) == (3, 2)
+
+
 def test_jobs_record_their_files_apart(tmp_path: Path) -> None:
     with files.record_files(tmp_path):
         files.write_text(tmp_path / "a", "")
