@@ -1,6 +1,5 @@
 """Images that a table names, a row each: CSV, TSV or Parquet with columns of paths and labels."""
 
-import csv
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +13,13 @@ from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from datamodules.encoded import Encoded, Files
 from datamodules.stored_images import StoredImages
+from datamodules.tables import LABELS, PATHS, Column, find_column, read_csv
 
-# Names of columns, in any case, and of parts in the column `split`.
-PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path")
-LABELS = ("label", "class", "category", "target", "class_name")
-SPLIT = "split"
+SPLIT = "split"  # the name of a column, in any case, and names of the parts in it
 PARTS = {
     "train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation",
     "dev": "validation", "test": "test", "testing": "test",
 }  # fmt: skip
-DELIMITERS = ",;\t|"
-Column = list[str]
 
 
 class ImageTable(StoredImages):
@@ -102,23 +97,8 @@ class ImageTable(StoredImages):
         return {"train": sets["train"], "test": sets["validation"]}
 
     def _read_csv(self) -> dict[str, Column]:
-        """Return columns by name; numbers of rows in messages count from 2, as the first line has names."""
-        try:
-            with self.root.open(newline="", encoding="utf-8-sig") as file:
-                first = file.readline()
-                file.seek(0)
-                rows = list(csv.reader(file, delimiter=max(DELIMITERS, key=first.count), strict=True))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise BadInput("data.root", self.root, f"a table in CSV, UTF-8, or Parquet; {reason(error)}") from error
-        rows = [row for row in rows if row]
-        if len(rows) < 2:
-            raise BadInput("data.root", self.root, "a line of names, and a row for each image; it has no rows")
-        names = [name.strip() for name in rows[0]]
-        for number, row in enumerate(rows[1:], 2):
-            if len(row) != len(names):
-                expected = f"{len(names)} values in each row, as in the first; row {number} has {len(row)}"
-                raise BadInput("data.root", self.root, expected)
-        return {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(names)}
+        columns = read_csv(self.root, "data.root", "a table in CSV, UTF-8, or Parquet")
+        return {name: [cell.strip() for cell in column] for name, column in columns.items()}
 
     def _read_parquet(self) -> dict[str, Column]:
         need("datasets", "pyarrow")
@@ -138,11 +118,7 @@ class ImageTable(StoredImages):
         return columns
 
     def _column(self, columns: dict[str, Column], flag: str, chosen: str | None, usual: Sequence[str]) -> Column:
-        if chosen is not None:
-            name: str | None = chosen
-        else:
-            by_case = {name.lower(): name for name in reversed(columns)}
-            name = next((by_case[name] for name in usual if name in by_case), None)
+        name = find_column(columns, usual) if chosen is None else chosen
         if name not in columns:
             listed = f"a column of {self.root}, one of {', '.join(columns)}"
             raise BadInput(f"data.{flag}", name or f"{usual[0]}, {usual[1]}, …", listed)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -48,6 +48,7 @@ class Needs:
 
     cores: int
     gpus: int = 0
+    device: str = "cpu"  # the type on which it trains where it is started from, as torch names it
 
 
 class Launcher:
@@ -60,6 +61,8 @@ class Launcher:
     """
 
     patience = 60.0  # seconds for cancelled jobs to end
+    cpus: int | None = None  # of a job; None leaves both to what it needs
+    gpus: int | None = None
 
     def __init__(self, jobs: int | None = None, students: int | None = None, retries: int = 2) -> None:
         self.jobs, self.students, self.retries = jobs, students, retries
@@ -75,6 +78,10 @@ class Launcher:
     def limit(self, needs: Needs) -> int | None:
         """Return how many jobs run at a time; None leaves it to the engine."""
         return self.jobs
+
+    def requested(self, needs: Needs) -> Needs:
+        """Return the cores and GPUs of a job that the engine is asked for: those that were chosen, or that it needs."""
+        return replace(needs, cores=self.cpus or needs.cores, gpus=needs.gpus if self.gpus is None else self.gpus)
 
     def open(self, folder: Path, needs: Needs) -> AbstractContextManager[Start]:
         """Inside, jobs can be started; `folder` is for the engine's files, which all machines see."""

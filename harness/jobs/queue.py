@@ -56,6 +56,8 @@ class Queue:
                 while (self.waiting or self.running) and signals.State.requested is None:
                     ready = [job for job in self.waiting.values() if self._can_start(job)]
                     for job in ready[: max(0, limit - len(self.running))]:
+                        if signals.State.requested is not None:  # an engine may take seconds a job
+                            break
                         del self.waiting[job.name]
                         self.started.setdefault(job.name, time.monotonic())
                         self.running[job.name] = start(job.name, job.command)

@@ -27,7 +27,7 @@ class Ray(Launcher):
         retries: how often a job that was killed is started again; it goes on from its last checkpoint.
         address: of a running cluster, as HOST:PORT, or auto; by default one is started.
         cpus: cores of a job; by default as many as it has threads, or ranks.
-        gpus: of a job.
+        gpus: of a job; by default as many as its devices, if the run trains on GPUs here.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Ray(Launcher):
         retries: int = 2,
         address: str | None = None,
         cpus: int | None = None,
-        gpus: int = 0,
+        gpus: int | None = None,
     ) -> None:
         super().__init__(jobs, students, retries)
         for name, value, least in (("cpus", cpus, 1), ("gpus", gpus, 0)):
@@ -52,11 +52,11 @@ class Ray(Launcher):
     def open(self, folder: Path, needs: Needs) -> Iterator[Start]:
         import ray
 
-        cpus = self.cpus or needs.cores
+        asked = self.requested(needs)
         os.environ.setdefault(STATISTICS, "0")
-        options: dict[str, Any] = {"address": self.address}
+        options: dict[str, Any] = {"address": self.address or "local"}  # None would join one that RAY_ADDRESS names
         if self.address is None:
-            options |= {"num_cpus": max(cpus * (self.jobs or 1), cores()), "include_dashboard": False}
+            options |= {"num_cpus": max(asked.cores * (self.jobs or 1), cores()), "include_dashboard": False}
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}  # Ray has its own
         try:
             ray.init(log_to_driver=False, logging_level="error", **options)
@@ -65,7 +65,7 @@ class Ray(Launcher):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        task = ray.remote(num_cpus=cpus, num_gpus=self.gpus, max_retries=0)(_call)
+        task = ray.remote(num_cpus=asked.cores, num_gpus=asked.gpus, max_retries=0)(_call)
         try:
             yield lambda name, command: Task(task.options(name=name).remote(command))
         finally:

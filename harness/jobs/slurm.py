@@ -27,7 +27,7 @@ class Slurm(Launcher):
         partition: of the cluster.
         account: that is charged.
         cpus: cores of a job; by default as many as it has threads, or ranks.
-        gpus: of a job.
+        gpus: of a job; by default as many as its devices, if the run trains on GPUs here.
         memory_gb: of a job.
         options: further ones of sbatch, by their long names, such as {qos: long, constraint: a100}.
         cluster: local and debug are submitit's own stand-ins: processes of this machine, or this process itself.
@@ -44,7 +44,7 @@ class Slurm(Launcher):
         partition: str | None = None,
         account: str | None = None,
         cpus: int | None = None,
-        gpus: int = 0,
+        gpus: int | None = None,
         memory_gb: float | None = None,
         options: dict[str, str | int] | None = None,
         cluster: Literal["slurm", "local", "debug"] = "slurm",
@@ -72,9 +72,10 @@ class Slurm(Launcher):
 
         executor = AutoExecutor(folder=folder, cluster=self.cluster)
         options: dict[str, Any] = {f"slurm_{name}": value for name, value in self.sbatch.items() if value}
-        options |= {"gpus_per_node": self.gpus} if self.gpus else {}
+        asked = self.requested(needs)
+        options |= {"gpus_per_node": asked.gpus} if asked.gpus else {}
         options |= {"mem_gb": self.memory_gb} if self.memory_gb else {}
-        executor.update_parameters(timeout_min=self.minutes, cpus_per_task=self.cpus or needs.cores, **options)
+        executor.update_parameters(timeout_min=self.minutes, cpus_per_task=asked.cores, **options)
 
         def start(name: str, command: Command) -> Queued:
             executor.update_parameters(name=name)

@@ -116,13 +116,18 @@ def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def commits(out: Path) -> list[str | None]:
     """Return the commits of a run's calls, each once, with `-dirty` for a changed checkout; None if unknown."""
+    return list(dict.fromkeys(map(_commit_of, _read_calls(out))))
 
-    def commit_of(call: dict[str, Any] | None) -> str | None:
-        if not call or not call.get("commit"):
-            return None
-        return f"{call['commit']}{'-dirty' if call.get('dirty') else ''}"
 
-    return list(dict.fromkeys(map(commit_of, _read_calls(out))))
+def last_commit(out: Path) -> str | None:
+    """Return the commit of a run's last call, likewise."""
+    return _commit_of(next(reversed(_read_calls(out)), None))
+
+
+def _commit_of(call: dict[str, Any] | None) -> str | None:
+    if not call or not call.get("commit"):
+        return None
+    return f"{call['commit']}{'-dirty' if call.get('dirty') else ''}"
 
 
 def commands(out: Path) -> list[str]:

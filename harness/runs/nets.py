@@ -23,7 +23,17 @@ from lit_modules.nets.weights import full_names, load_checked, plain_state, read
 Spec = dict[str, Any]
 MOST_FOLDERS = 5  # folders of nets in a message
 NET_FILES = ("weights.pt", "net.yaml")
+AVERAGE = "ema"  # the folder of a moving average, in that of its net
 SPEC = ("class_path", "init_args")  # in net.yaml, beside the facts
+
+
+class Place(NamedTuple):
+    """Where a net's folder lies: RUN/seed<k>/<name>, or of a moving average of its weights RUN/seed<k>/<name>/ema."""
+
+    run: Path
+    seed: str
+    name: str
+    is_average: bool
 
 
 class Saved(NamedTuple):
@@ -125,11 +135,21 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
                 raise BadInput(f"{flag}.{option}", value, f"{expected}, as {folder / 'net.yaml'} has it")
 
 
+def place_of(folder: str | Path) -> Place:
+    """Return of which run, seed and net a folder is."""
+    path = Path(folder).resolve()
+    is_average = path.name == AVERAGE and (path.parent / "net.yaml").is_file()
+    net = path.parent if is_average else path
+    return Place(net.parent.parent, net.parent.name, net.name, is_average)
+
+
 def teachers_beside(folder: str | Path) -> dict[Path, float]:
     """Return the folders of the teachers of a run's student, RUN/seed<k>/teacher by default, and their weights."""
     facts = read_facts(folder)
     taught_by = facts.taught_by if facts else {}
-    return {Path(folder).resolve().parent / name: weight for name, weight in (taught_by or {"teacher": 1.0}).items()}
+    place = place_of(folder)
+    beside = place.run / place.seed
+    return {beside / name: weight for name, weight in (taught_by or {"teacher": 1.0}).items()}
 
 
 def read_classes(folder: str | Path) -> tuple[str, ...]:
@@ -139,6 +159,15 @@ def read_classes(folder: str | Path) -> tuple[str, ...]:
         return tuple(map(str, names)) if isinstance(names, list) else ()
     except BadInput:
         return ()
+
+
+def read_expects(folder: str | Path) -> dict[str, tuple[float, ...]]:
+    """Read `mean` and `std` of the images that a folder's net has learnt from; none if its `net.yaml` says nothing."""
+    try:
+        facts = read_facts(folder)
+    except BadInput:
+        return {}
+    return {"mean": facts.inputs.mean, "std": facts.inputs.std} if facts and facts.inputs.mean else {}
 
 
 def check_finished(out: Path) -> None:
@@ -193,4 +222,6 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     load_checked(net, weights)
     if getattr(net, "class_names", None) is None:  # a user's net may have its own
         net.class_names = read_classes(folder)  # type: ignore[assignment]
+    if expects := read_expects(folder):
+        net.expects = expects  # type: ignore[assignment]
     return net.eval()

@@ -171,10 +171,10 @@ class Session:
 
     def net_facts(self) -> NetFacts:
         """Say what users of a net that this run trains need to know."""
-        data, commits = self.data, environment.commits(self.out)
+        data = self.data
         return NetFacts(
             task=data.task, inputs=data.preparation, classes=tuple(data.class_names), versions=environment.versions(),
-            commit=commits[-1] if commits else None,
+            commit=environment.last_commit(self.out),
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from harness.studies.choices import (
     tell_direction,
 )
 from harness.studies.fits import fit, is_finished, save_classifier
-from harness.studies.launched import build_launcher, do_work, run_jobs
+from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -164,7 +164,7 @@ class BakeOff:
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
-        with self.session.batches_of(plan.batch_size):
+        with without_jobs(self.session, plan), self.session.batches_of(plan.batch_size):
             record = fit(self.session, plan, self.build, plans)
         if is_teacher(plan.arms[0].net) and (fault := record.fault(plan.name)):
             expected = f"settings that train the {plan.name}; with seed {plan.seed} {fault}"

@@ -2,7 +2,7 @@
 
 import copy
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -135,6 +135,15 @@ def match_classes(
         member.class_names = classes  # type: ignore[assignment]
 
 
+def check_expects(data: InMemoryData, expects: Mapping[str, Sequence[float]], key: str) -> None:
+    """Raise BadInput if the data's images have another mean or deviation than those that weights have learnt from."""
+    for flag, expected in expects.items():
+        value = getattr(data, flag, expected)
+        if tuple(value) != tuple(expected):
+            trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
+            raise BadInput(f"data.{flag}", list(value), trained_with)
+
+
 def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
     """Raise BadInput if the net chosen under a key does not fit seed, data or strategy; `trained` or only evaluated."""
     config, data, strategy = run.config, run.data, trainer.strategy
@@ -142,11 +151,7 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     if trained:
         nets.check_same_start(net, again, key)
     if isinstance(net, nets.Net):
-        for flag, expected in net.expects.items():
-            value = getattr(data, flag, expected)
-            if tuple(value) != tuple(expected):
-                trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
-                raise BadInput(f"data.{flag}", list(value), trained_with)
+        check_expects(data, net.expects, key)
         if net.tokenizer is not None:
             data.check_tokenizer(net.tokenizer, f"--{key}")
     logits = *data.label_shape, data.num_classes

@@ -21,7 +21,7 @@ from harness.runs import safepoints, signals
 from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.nets import load_net, read_spec, save_checkpoint, save_net
+from harness.runs.nets import AVERAGE, load_net, read_spec, save_checkpoint, save_net
 from harness.runs.plans import Arm, Fit, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
@@ -86,7 +86,7 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
                 facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
                 save_net(net, spec, folder, facts)
                 if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
-                    save_net(average, spec, folder / "ema", facts)
+                    save_net(average, spec, folder / AVERAGE, facts)
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)

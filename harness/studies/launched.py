@@ -9,7 +9,7 @@ import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from harness.runs import environment, files, launch
 from harness.runs.plans import TEACHER, FitPlan
 from harness.runs.quiet import notice
 from harness.runs.session import Session
+from harness.studies.fits import is_finished
 
 VARIABLE = "APPRENTICE_JOB"  # the file of the job that this process is
 KEY = "launcher"  # its flag
@@ -42,6 +43,7 @@ class Work:
     out: Path  # where the fits are: this folder, or that of the search
     plans: tuple[FitPlan, ...]
     versions: dict[str, str]  # of the process that starts it
+    device: str  # the type on which it would train there, as cpu or cuda
 
 
 def is_job() -> bool:
@@ -77,17 +79,18 @@ def run_jobs(session: Session, launcher: Launcher, study: type, plans: Sequence[
     shared = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     shared["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # their number changes bits
     words = (sys.executable, inspect.getfile(study), "--out", str(root), "--resume", "true")
-    jobs = []
+    jobs, needs = [], count_needs(session)
     for name, of_job, after in divide(plans):
         path = folder / f"{name}.work"
-        files.write_bytes(path, pickle.dumps(Work(session.config, root, session.out.absolute(), of_job, _versions())))
+        fits_in = session.out.absolute()
+        work = Work(session.config, root, fits_in, of_job, environment.versions(), needs.device)
+        files.write_bytes(path, pickle.dumps(work))
         for suffix in (".log", ".lock"):
             files.record(path.with_suffix(suffix))
         variables = {**shared, VARIABLE: str(path)}
         jobs.append(Job(name, Command(words, str(Path.cwd()), str(path.with_suffix(".log")), variables), after))
     if not jobs:
         return
-    needs = count_needs(session)
     limit = launcher.limit(needs)
     at_once = "" if limit is None or limit >= len(jobs) else f", {limit} at a time"
     notice(f"{type(launcher).__name__.lower()}: {len(jobs)} jobs{at_once}; their output is in {folder}/*.log")
@@ -123,29 +126,57 @@ def count_needs(session: Session) -> Needs:
     """Return the cores and GPUs of this machine that a job takes."""
     trainer = session.trainer()
     devices, ranks = session.config.trainer.init_args["devices"], trainer.num_devices
-    if trainer.strategy.root_device.type != "cuda":
-        return Needs(ranks if ranks > 1 else torch.get_num_threads())
-    return Needs(ranks, ranks if isinstance(devices, int) else torch.cuda.device_count())
+    device = trainer.strategy.root_device.type
+    if device != "cuda":
+        return Needs(ranks if ranks > 1 else torch.get_num_threads(), device=device)
+    return Needs(ranks, ranks if isinstance(devices, int) else torch.cuda.device_count(), device)
 
 
 def do_work(session: Session, fit: Callable[[Session, FitPlan], Any]) -> None:
     """Fit what this job is to, in the run's folder; another process of the same job ends first.
 
     Raises:
-        BadInput: this machine has other versions than the one that started the job.
+        BadInput: this machine has other versions than the one that started the job, or no GPU for a job of one.
     """
     path = Path(os.environ[VARIABLE])
     work: Work = pickle.loads(path.read_bytes())
-    if other := [f"{name} {here}" for name, here in _versions().items() if here != work.versions[name]]:
+    if other := [f"{name} {here}" for name, here in environment.versions().items() if here != work.versions[name]]:
         expected = ", ".join(f"{name.split()[0]} {work.versions[name.split()[0]]}" for name in other)
         raise BadInput(KEY, path.stem, f"{expected}, as where it was started; this machine has {', '.join(other)}")
     inner = session.with_settings(**vars(work.config))
     inner.out = work.out
     with _alone(path), files.record_files(work.root, path.stem):
         files.write_json(path.with_suffix(".json"), environment.hardware())
-        inner.checked_trainer()
+        _check_device(inner.checked_trainer().strategy.root_device.type, work.device, path.stem)
         for plan in work.plans:
             fit(inner, plan)
+
+
+def _check_device(here: str, there: str, job: str) -> None:
+    """Raise BadInput if a run on GPUs has none here; tell of another device, as a run may start where there is none."""
+    if here == "cpu" != there:
+        raise BadInput(f"{KEY}.gpus", 0, f"1 or more, as {job} was started for {there}; this machine gives it none")
+    if here != there:
+        notice(f"{job} trains on {here}; where it was started, it would on {there}")
+
+
+@contextmanager
+def without_jobs(session: Session, plan: FitPlan) -> Iterator[None]:
+    """Hold the locks of a seed's jobs during a fit here: an engine may have some yet, if their starter was killed.
+
+    One that runs ends first; one that is queued waits, and finds its fits done.
+    """
+    first = f"seed{plan.seed}"
+    locks = []
+    if not is_job() and not is_finished(session, plan):
+        paths = sorted((session.out / environment.JOBS).glob("*.lock"))
+        locks = [path for path in paths if path.stem.partition("-")[0] == first]
+    with ExitStack() as held:
+        if locks:
+            with launch.main_first(f"jobs {first} {plan.name}"):
+                for path in locks:
+                    held.enter_context(_alone(path))
+        yield
 
 
 @contextmanager
@@ -164,7 +195,3 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _versions() -> dict[str, str]:
-    return environment.versions()

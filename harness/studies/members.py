@@ -9,7 +9,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness import cli
-from harness.runs.nets import Spec, load_net, read_classes, read_spec, spec
+from harness.runs.nets import Spec, load_net, read_classes, read_expects, read_spec, spec
 from harness.runs.quiet import notice
 from lit_modules import nets
 from lit_modules.nets.classes import classes_of
@@ -43,6 +43,8 @@ def _make(entry: Any, flag: str, seed: int, arguments: Mapping[str, Any]) -> nn.
         for line in load_weights(net, str(file), f"{flag}.{WEIGHTS}"):
             notice(f"{flag}: {file}: {line}")
         net.class_names = read_classes(Path(file).parent)  # type: ignore[assignment]
+        if expects := read_expects(Path(file).parent):
+            net.expects = expects  # type: ignore[assignment]
     brings_weights = getattr(net, "is_trained", False) or member.init_args.get(getattr(net, "trained_if", ""), False)
     if classes_of(net) is None and not brings_weights:
         expected = "a trained net: the folder of one, a class whose options bring weights for all classes of the data"

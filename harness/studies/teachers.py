@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness import cli
-from harness.runs.nets import check_options, read_classes
+from harness.runs.nets import check_options, read_classes, read_expects
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import TEACHER, row_of
-from harness.studies.choices import match_classes, net_spec
+from harness.studies.choices import check_expects, match_classes, net_spec
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.nets.weights import load_weights
@@ -81,6 +81,8 @@ def load_teacher(run: Session, net: nn.Module, seed: int) -> None:
     classes: Any = read_classes(Path(path).parent) or (None if config.teacher_ckpt_partial else ())
     net.class_names = classes
     is_trained, may_move = bool(config.teacher_epochs), not config.teacher_continue
+    if not is_trained:
+        check_expects(run.data, read_expects(Path(path).parent), "teacher_ckpt")
     match_classes(run, net, "teacher_ckpt", path, is_trained, may_move)
 
 

@@ -101,8 +101,8 @@ class _Members(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits = [net(inputs) for net in self.nets]
-        if len({x.shape for x in logits}) > 1:
-            classes = [x.shape[-1] for x in logits]
+        classes = [x.shape[-1] for x in logits]
+        if any(count != classes[0] for count in classes):
             raise BadInput("members", classes, "nets of the same classes; these are their numbers of logits")
         return torch.stack(logits, 1)  # (B, members, classes)
 
@@ -115,4 +115,5 @@ class _Shares(nn.Module):
         self.logarithms = [math.log(share) for share in shares]
 
     def forward(self, logits: Tensor) -> Tensor:
-        return logits.new_tensor(self.logarithms).expand(len(logits), 1, -1)
+        batch = logits.shape[0]  # len() would fix the size of an exported batch
+        return logits.new_tensor(self.logarithms).expand(batch, 1, -1)

@@ -9,22 +9,26 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torchvision import models
 
 from apprentice.errors import BadInput
 from datamodules.preparation import Kind, Preparation
 from experiments import export, kd, predict
-from harness.runs.nets import load_net, save_net, spec
-from harness.studies.deploy import hub, leaving
-from harness.studies.deploy.card import model_card
+from harness.runs.nets import load_net, place_of, save_net, spec, teachers_beside
+from harness.studies.deploy import card, hub, leaving
+from harness.studies.deploy.builder import data_of_run
 from harness.studies.deploy.package import FILES, TEMPLATES, export_net
 from lit_modules.nets import LightNN, RNNClassifier, Torchvision
 from tests.commands import Refusal, results
@@ -87,7 +91,7 @@ def test_a_run_s_students_leave_as_folders_that_answer_without_this_project(tmp_
     plain = load_net(run / "seed0" / "kd")(torch.linspace(-1, 1, 128).view(2, 1, 8, 8))
     torch.testing.assert_close(torch.tensor(logits), plain.detach(), rtol=0, atol=1e-5)
     again = Run(kd.main, ["--out", str(run), "--resume", "true", "--export", str(exported)], log=tmp_path / "again")
-    assert "a new folder; or --overwrite true; this one holds README.md" in again.check(2)
+    assert f"{exported}/kd: README.md" in again.check()
 
 
 LOADS_ALL = """
@@ -127,24 +131,45 @@ def test_texts_and_torchvision_s_nets_leave(tmp_path: Path) -> None:
 def test_a_card_says_from_what_how_good_and_at_what_cost(tmp_path: Path) -> None:
     kd.main([*FLAGS, "--out", str(tmp_path / "run")])
     known = results(tmp_path / "run")
-    card = model_card(tmp_path / "run" / "seed1" / "kd", facts(commit="abc"), 21690)
-    head = yaml.safe_load(card.split("---\n")[1])
+    written = card.model_card(tmp_path / "run" / "seed1" / "kd", facts(commit="abc"), 21690)
+    head = yaml.safe_load(written.split("---\n")[1])
     assert (head["pipeline_tag"], head["metrics"]) == ("image-classification", ["accuracy"])
     (scored,) = head["model-index"][0]["results"]
     assert scored["metrics"][0]["value"] == known["students"]["kd"]["test_acc"][1]
     page = (tmp_path / "run" / "results.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| (teacher|ce|kd) ", line)]
     assert len(rows) >= 3
-    assert all(row in card for row in rows[:3])
+    assert all(row in written for row in rows[:3])
     sizes = f"Digits: {known['data']['train']} train, {known['data']['validation']} validation, 360 test samples."
     for part in (sizes, "Hinton(temperature=", "## Cost", "abc", "21,690"):
-        assert part in card, part
-    assert re.search(r"Difference to ce, with its 95 % interval over seeds: [-+0-9.]+ \[", card)
-    assert "kd.main" not in card
+        assert part in written, part
+    assert re.search(r"Difference to ce, with its 95 % interval over seeds: [-+0-9.]+ \[", written)
+    assert "kd.main" not in written
     save_net(
         net(LightNN), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "a" / "b" / "c", facts()
     )
-    assert "The run left no table of results." in model_card(tmp_path / "a" / "b" / "c", facts(), 3)
+    assert "The run left no table of results." in card.model_card(tmp_path / "a" / "b" / "c", facts(), 3)
+
+
+def test_a_moving_average_is_of_its_student_s_run_and_has_its_own_score(tmp_path: Path) -> None:
+    plain, folder = spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "run" / "seed0" / "kd"
+    for place in (folder, folder / "ema", folder.parent / "ema"):
+        save_net(net(LightNN), plain, place, facts())
+    assert place_of(folder / "ema") == (tmp_path / "run", "seed0", "kd", True)
+    assert place_of(folder.parent / "ema") == (tmp_path / "run", "seed0", "ema", False)  # a student of that name
+    assert teachers_beside(folder / "ema") == teachers_beside(folder) == {folder.parent / "teacher": 1.0}
+    (tmp_path / "run" / "config.yaml").write_text("data: {train_size: 7}\n")
+    assert data_of_run(["--run", str(folder / "ema")], None, object) == {"train_size": 7}
+    scores = {"test_acc": [0.5], "test_ema_acc": [0.75]}
+    metric = SimpleNamespace(name="test_acc", score="acc")
+    of_run: Any = SimpleNamespace(metric=metric, nets={"kd": SimpleNamespace(scores=scores)}, seeds=[0])
+    assert [card._score(place_of(place), of_run) for place in (folder, folder / "ema")] == [0.5, 0.75]
+    assert "# kd: LightNN, moving average of weights" in card.model_card(folder / "ema", facts(), 3)
+
+
+def test_a_card_calls_each_teacher_one() -> None:
+    for name, says in (("teacher-big", "was trained as a teacher"), ("kd", "is a student of a comparison")):
+        assert says in card._lead(name, "LightNN", facts(), 3, None)
 
 
 def test_how_to_use_a_folder_takes_fifteen_lines() -> None:
@@ -153,6 +178,47 @@ def test_how_to_use_a_folder_takes_fifteen_lines() -> None:
         assert len(lines) <= 15
         assert max(map(len, lines)) <= 120
         compile("\n".join(lines), kind, "exec")
+
+
+@pytest.mark.extras
+def test_a_resumed_run_replaces_its_export_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "kd").mkdir()
+    (tmp_path / "kd" / "README.md").touch()
+
+    def check(resume: bool) -> None:
+        config = Namespace(export=str(tmp_path), overwrite=False, resume=resume)
+        leaving.check_students(SimpleNamespace(config=config), ["kd"])  # type: ignore[arg-type]
+
+    check(resume=True)
+    with pytest.raises(BadInput, match=r"or --overwrite true; this one holds README\.md"):
+        check(resume=False)
+    (tmp_path / "kd" / "mine.txt").touch()
+    with pytest.raises(BadInput, match=r"a new folder; this one holds mine\.txt"):
+        check(resume=True)
+
+
+@pytest.mark.extras("onnxruntime")
+def test_use_py_answers_for_deep_images_and_where_the_commit_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, seen = facts(commit=None).metadata(), list[np.ndarray]()
+
+    def run(_: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        seen.append(inputs["images"])
+        return [np.eye(10)[3:4]]
+
+    meta = SimpleNamespace(custom_metadata_map=known)
+    session = SimpleNamespace(get_modelmeta=lambda: meta, run=run)
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda _: session)
+    deep = np.tile(np.array([[0, 256, 30000, 65535]], np.uint16), (8, 2))
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray(np.float32(deep / 65535)).save(tmp_path / "float.tiff")
+    names = [str(tmp_path / name) for name in ("deep.png", "float.tiff")]
+    monkeypatch.setattr(sys, "argv", ["use.py", *names])
+    exec((TEMPLATES / "images.py.txt").read_text(), {"__file__": str(tmp_path / "use.py")})
+    for images in seen:
+        np.testing.assert_array_equal(np.rint((images * 0.4 + 0.3) * 255)[0, 0, 0, :4], [0, 1, 117, 255])
+    assert [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()] == ["3", "3"]
 
 
 class Stub(BaseHTTPRequestHandler):

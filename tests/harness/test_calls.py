@@ -102,3 +102,12 @@ def test_calls_that_are_not_known_are_null(tmp_path: Path, content: str | bytes,
 
 def test_a_run_without_a_file_has_no_commits(tmp_path: Path) -> None:
     assert commits(tmp_path) == []
+    assert environment.last_commit(tmp_path) is None
+
+
+def test_the_last_call_s_commit_is_the_last_also_if_it_was_the_first(tmp_path: Path, monkeypatch: Any) -> None:
+    for commit in "aba":
+        known = {"commit": commit, "dirty": False, "changed": []}
+        monkeypatch.setattr(environment, "checkout", lambda _, known=known: known)
+        write_json(tmp_path / "environment.json", facts(tmp_path, "kd.py", []))
+    assert (commits(tmp_path), environment.last_commit(tmp_path)) == (["a", "b"], "a")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from apprentice import extras
 from apprentice.errors import BadInput
@@ -18,11 +19,11 @@ from harness.studies.deploy import Row, Study, answer, differences, formats, lat
 from harness.studies.deploy.builder import of_net
 from harness.studies.deploy.formats import answers, disagreement
 from harness.studies.deploy.latency import Latency
-from lit_modules.nets import LightNN, ResNet
+from lit_modules.nets import Ensemble, LightNN, ResNet
 from lit_modules.quantization import FakeQuantized
 from tests.net_facts import facts
 from tests.processes import Run
-from tests.training import net
+from tests.training import SHAPE, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_extras = pytest.mark.extras
@@ -58,6 +59,7 @@ def test_agreement_allows_what_rounding_explains_and_no_more() -> None:
     assert "3 of 2000 predictions differ" in disagreement(logits, flipped, exact=False)
     logits[0, 1] = 10 - 0.5
     assert "not below 0.4" in disagreement(logits, flipped, exact=False)
+    assert "a logit differs by 1, more than 0.1% of their range" in disagreement(logits, logits + 1, exact=True)
     assert disagreement(logits, logits * torch.nan, exact=False) == "its logits are not finite"
 
 
@@ -233,3 +235,24 @@ def test_each_file_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert told.startswith(said)
         assert len(told.splitlines()) == 1
     torch.testing.assert_close(found[files[4]], plain(images).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.extras("safetensors")
+def test_weights_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    weight: Any = tied[0].weight
+    tied[1].weight = weight
+    formats.write_weights(tied, tmp_path)
+    state = load_file(tmp_path / formats.WEIGHTS)
+    assert all(torch.equal(value, weight) for value in state.values())
+    assert len(state) == 2
+
+
+@pytest.mark.parametrize("average", ["probabilities", "logits"])
+def test_a_weighted_ensemble_is_exported_for_batches_of_any_size(average: Any) -> None:
+    ensemble = Ensemble([net(seed=1), net(seed=2)], [3, 1], average)
+    program = formats._export(ensemble, torch.rand(2, *SHAPE)).module()
+    images = torch.rand(5, *SHAPE)
+    torch.testing.assert_close(program(images), ensemble(images), rtol=1e-5, atol=1e-5)

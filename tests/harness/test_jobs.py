@@ -3,21 +3,28 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 
+from apprentice.errors import BadInput
 from experiments import kd
 from harness.jobs import queue
-from harness.jobs.base import Launcher, Needs, Outcome, Start
+from harness.jobs.base import Launcher, Needs, Outcome, Running, Start
 from harness.jobs.command import Command
 from harness.jobs.queue import Job, Queue
-from harness.runs import files
+from harness.jobs.ray import Ray
+from harness.jobs.slurm import Slurm
+from harness.runs import files, signals
 from harness.runs.plans import Arm, FitPlan
-from harness.studies.launched import VARIABLE, divide
+from harness.studies import launched
+from harness.studies.launched import VARIABLE, _check_device, divide, without_jobs
 from tests import waiting
 from tests.commands import Refusal, curves, lasting, left_by_overwriting, results, start
 from tests.launching import TINY, faults, until
@@ -152,6 +159,24 @@ def test_an_error_of_an_engine_cancels_what_runs(monkeypatch: pytest.MonkeyPatch
     assert "a cancelled" in engine.story
 
 
+def test_no_job_starts_after_a_stop_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Slow(Engine):
+        @contextmanager
+        def open(self, folder: Path, needs: Needs) -> Iterator[Start]:
+            with super().open(folder, needs) as start:
+
+                def begin(name: str, command: Command) -> Running:
+                    monkeypatch.setattr(signals.State, "requested", signal.SIGINT)
+                    return start(name, command)
+
+                yield begin
+
+    engine = Slow({}, jobs=9)
+    with pytest.raises(signals.Interrupted):
+        play(monkeypatch, tmp_path, engine, "a", "b", "c")
+    assert [line for line in engine.story if "starts" in line] == ["a starts"]
+
+
 def test_a_seed_is_a_job_and_students_of_several_fits_wait_for_their_teacher() -> None:
     def plans(seed: int, *names: str) -> list[FitPlan]:
         return [FitPlan(seed, name, (Arm("ce", "student"),)) for name in names]
@@ -166,6 +191,30 @@ def test_a_seed_is_a_job_and_students_of_several_fits_wait_for_their_teacher() -
     ]
 
 
+def test_a_fit_in_this_process_waits_for_the_seed_s_jobs_and_they_for_it(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    job, other, later = (tmp_path / "jobs" / f"{name}.lock" for name in ("seed1-teacher", "seed10", "seed1"))
+    for path in (job, other, later):
+        path.touch()
+    session: Any = SimpleNamespace(out=tmp_path)
+    running, order = FileLock(job), list[str]()
+    running.acquire()
+
+    def end() -> None:
+        order.append("the job ends")
+        running.release(force=True)
+
+    with FileLock(other), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "notice", lambda _: end())
+        with without_jobs(session, FitPlan(1, "students", ())):
+            order.append("the fit begins")
+            for path in (job, later):
+                with pytest.raises(Timeout):
+                    FileLock(path).acquire(timeout=0)
+    assert order == ["the job ends", "the fit begins"]
+    FileLock(job).acquire(timeout=0)
+
+
 def test_a_command_has_none_of_a_launchers_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SLURM_PROCID", "RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
@@ -174,6 +223,46 @@ def test_a_command_has_none_of_a_launchers_ranks(monkeypatch: pytest.MonkeyPatch
     words = ("/bin/sh", "-c", "echo ${SLURM_PROCID-none} ${RANK-none} ${LOCAL_RANK-none} $OMP_NUM_THREADS; exit 3")
     assert Command(words, str(tmp_path), str(log), {"OMP_NUM_THREADS": "1"})() == 3
     assert log.read_text() == "none none none 1\n"
+
+
+def test_a_job_gets_the_gpus_that_it_needs_and_is_refused_without() -> None:
+    needs = Needs(3, 2, "cuda")
+    for engine in (Ray, Slurm):
+        assert engine().requested(needs) == needs
+        assert engine(cpus=1, gpus=0).requested(needs) == Needs(1, 0, "cuda")
+    with pytest.raises(BadInput, match=r"launcher.gpus 0: expected 1 or more, as seed0 was started for cuda"):
+        _check_device("cpu", "cuda", "seed0")
+    _check_device("cuda", "cpu", "seed0")
+
+
+def test_without_an_address_ray_starts_a_cluster_and_joins_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def remote(**options: Any) -> Callable[[Any], Any]:
+        asked.append(options)
+        return lambda task: task
+
+    fake = SimpleNamespace(init=lambda **options: asked.append(options), remote=remote, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for address in (None, "here:1"):
+        with Ray(address=address).open(tmp_path, Needs(1, 2)):
+            pass
+    started, task, joined, _ = asked
+    assert (started["address"], joined["address"]) == ("local", "here:1")
+    assert "num_cpus" in started
+    assert "num_cpus" not in joined
+    assert task["num_gpus"] == 2
+
+
+@pytest.mark.extras("submitit")
+def test_slurm_is_asked_for_the_gpus_that_a_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    executor = SimpleNamespace(update_parameters=lambda **options: asked.update(options))
+    monkeypatch.setattr("submitit.AutoExecutor", lambda **_: executor)
+    with Slurm().open(tmp_path, Needs(3, 2, "cuda")):
+        assert (asked["cpus_per_task"], asked["gpus_per_node"]) == (3, 2)
 
 
 def test_jobs_record_their_files_apart(tmp_path: Path) -> None:

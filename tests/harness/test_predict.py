@@ -1,7 +1,9 @@
 """predict.py: a table for images and texts of any layout, the same bytes on any number of processes."""
 
+import contextlib
 import csv
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as transforms
 
+from apprentice.errors import BadInput
 from datamodules.preparation import Preparation
 from datamodules.raw import fit
 from experiments import kd, predict
 from harness.reports.samples import unpack_classes
 from harness.runs.nets import load_net, save_net, spec
+from harness.studies.predict.inputs import Inputs, read_inputs
 from lit_modules.nets import LightNN, RNNClassifier
 from tests.commands import Refusal, results
 from tests.net_facts import facts
@@ -161,6 +165,38 @@ def test_texts(layout: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected.amax(1), rtol=0, atol=1e-6)
     assert [row["class"] for row in rows] == [["neg", "pos"][number] for number in expected.argmax(1).tolist()]
     assert ("label" in rows[0]) == ("accuracy" in said) == (layout != "lines")
+
+
+def test_a_file_s_name_that_is_no_utf8_is_written_as_it_is(folder: Path) -> None:
+    draw(folder / "odd", [os.fsdecode(b"\xff.png")])
+    with contextlib.suppress(UnicodeDecodeError):  # of the reader here
+        call(folder, inputs="odd")
+    assert b"\n\xff.png," in (folder / "out.csv").read_bytes()
+
+
+def bytes_inputs(place: Path) -> Inputs:
+    return read_inputs(place, Preparation(kind="bytes", shape=(6,)), ("neg", "pos"))
+
+
+def test_an_odd_line_among_labelled_ones_is_refused_and_few_labels_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for odd, says in (("bad\tone", "it has bad"), ("no label", "it has no tab")):
+        (tmp_path / "lines").write_text(f"pos\tgood\nneg\tbad\n\n{odd}\n")
+        with pytest.raises(BadInput, match=f"lines:4: expected one of the net's classes before a tab.*{says}"):
+            bytes_inputs(tmp_path / "lines")
+    (tmp_path / "lines").write_text("pos\tgood\nbad\nworse\n")
+    assert bytes_inputs(tmp_path / "lines").texts == [b"pos\tgood", b"bad", b"worse"]
+    assert "1 of 3 lines begin with a class and a tab" in capsys.readouterr().out
+
+
+def test_a_table_keeps_its_cells_whatever_program_wrote_it(tmp_path: Path) -> None:
+    cells = ["good\nmovie", " a\u2028b", "c\x0bd\x85e", "f;g"]
+    with (tmp_path / "table.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=";").writerows([["Text", "Category"], *([cell, "pos "] for cell in cells)])
+    inputs = bytes_inputs(tmp_path / "table.csv")
+    assert [text.decode() for text in inputs.texts] == cells
+    assert inputs.labels == ["pos"] * 4
 
 
 def wrong_flags(folder: Path) -> Iterator[tuple[list[str], str]]:

@@ -19,8 +19,9 @@ from lit_modules.nets.classes import check_classes
 from lit_modules.nets.reused import ReusedClassifier
 from lit_modules.objectives import DML, TTM, CrossEntropy, Hinton, Objective, Place, SimKD, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
-from tests.commands import bad_input
+from tests.commands import Refusal, bad_input
 from tests.formulas import assert_equal
+from tests.net_facts import facts
 from tests.processes import Run
 from tests.training import SHAPE, assert_same, digits, distil, fit, net, on, weights
 
@@ -124,6 +125,19 @@ def test_members_of_other_images_or_weights_without_a_member_are_refused() -> No
     for values in ([1.0], [1.0, 0.0], [1.0, float("inf")]):
         line = bad_input(Ensemble, [net(), net()], values)
         assert line == f"weights {values}: expected as many numbers above 0 as members, 2"
+
+
+def test_trained_weights_of_other_means_are_refused(tmp_path: Path, refusal: Refusal) -> None:
+    folder = tmp_path / "net"
+    save_net(net(), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), folder, facts())  # of a mean of 0.3
+    short = ["--data", "Digits", "--only", "kd", "--out", tmp_path / "run"]
+    for key, flags in {
+        "teacher": ["--teacher", "Ensemble", "--teacher.members", json.dumps([str(folder)])],
+        "teacher_ckpt": ["--teacher", "LightNN", "--teacher_ckpt", folder / "weights.pt"],
+    }.items():
+        line = refusal(kd.main, *short, *flags)
+        assert line.startswith("--data.mean ")
+        assert line.endswith(f"expected [0.3], with which the weights of --{key} were trained")
 
 
 def test_members_in_two_orders_of_classes_are_refused_without_the_data_s_too() -> None:

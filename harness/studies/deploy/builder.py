@@ -25,11 +25,19 @@ from harness.runs.facts import KEYS
 from harness.runs.files import atomic
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Saved, Spec, load_net, read_facts, read_spec, teachers_beside
+from harness.runs.nets import Saved, Spec, load_net, place_of, read_expects, read_facts, read_spec, teachers_beside
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session
-from harness.studies.choices import build_net, check_batch_size, check_net, judged_by, learner_options, match_classes
+from harness.studies.choices import (
+    build_net,
+    check_batch_size,
+    check_expects,
+    check_net,
+    judged_by,
+    learner_options,
+    match_classes,
+)
 from harness.studies.deploy import formats
 from harness.studies.fits import fit, fit_and_test, wait_for_main
 from lit_modules import nets
@@ -86,7 +94,7 @@ def data_of_run(argv: Sequence[str], default: Any, kind: type) -> Any:
     run = runs[-1] if runs else None
     if not isinstance(run, str):
         return default
-    settings = Path(run).resolve().parent.parent / "config.yaml"
+    settings = place_of(run).run / "config.yaml"
     data = sources.load(settings, "run").get("data") if settings.is_file() else None
     if isinstance(data, dict) and "class_path" in data:
         try:
@@ -168,6 +176,7 @@ class Builder:
         shape = tuple(self.data.input_shape)
         if (net_shape := tuple(spec["init_args"].get("input_shape", shape))) != shape:
             raise BadInput(flag, folder, f"a net for inputs {shape}, as this data has them; it is for {net_shape}")
+        check_expects(self.data, read_expects(folder), flag)
         match_classes(self.run, net, flag, folder, may_move=flag == "teacher")  # what is exported stays as it is
         with of_net(flag, folder):
             nets.check_fits(net, self.data.example, (*self.data.label_shape, self.data.num_classes), flag)
@@ -240,7 +249,7 @@ class Builder:
 
     def _check_samples(self) -> None:
         """Raise BadInput if the data are set as those of the student's run, and have other samples now."""
-        folder = Path(self.config.run).resolve().parent.parent
+        folder = place_of(self.config.run).run
         settings = folder / "config.yaml"
         data = sources.load(settings, "run").get("data") if settings.is_file() else None
         if data == self.run.parser.as_dict(self.config)["data"]:

@@ -9,30 +9,31 @@ import yaml
 from apprentice.errors import BadInput
 from harness.reports.measures import COST, PARAMETERS, STEP
 from harness.reports.pages import notes, table
-from harness.reports.results import Results, load_results
+from harness.reports.results import Results, averaged_key, load_results
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import count
 from harness.runs import environment
 from harness.runs.facts import NetFacts
-from harness.runs.nets import read_spec
+from harness.runs.nets import Place, place_of, read_spec
 
 PIPELINES = {"images": "image-classification", "bytes": "text-classification"}  # names of tasks on the hub
 METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
 TEACHER = "teacher"
+AVERAGED = ", moving average of weights"
 
 
 def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
-    """Write the card of the net in a folder RUN/seed<k>/<name>; without results of the run the card says so."""
-    run, seed, name = folder.resolve().parent.parent, folder.resolve().parent.name, folder.resolve().name
-    results = _results(run)
+    """Write the card of the net in a run's folder; without results of the run the card says so."""
+    place = place_of(folder)
+    results, name = _results(place.run), place.name
     net = str(read_spec(folder)["class_path"]).rpartition(".")[2]
     parts = [
-        f"---\n{yaml.safe_dump(_head(name, facts, results, seed), sort_keys=False, allow_unicode=True)}---",
-        f"# {name}: {net}" + (f" on {results.data['name']}" if results else ""),
+        f"---\n{yaml.safe_dump(_head(place, facts, results), sort_keys=False, allow_unicode=True)}---",
+        f"# {name}: {net}{AVERAGED * place.is_average}" + (f" on {results.data['name']}" if results else ""),
         _lead(name, net, facts, parameters, results),
         *_use(facts),
-        *(_of_results(name, seed, results) if results else ["## Results\n\nThe run left no table of results."]),
-        "## Made by\n\n" + "\n".join(f"- {line}" for line in _made_by(facts, run)),
+        *(_of_results(place, results) if results else ["## Results\n\nThe run left no table of results."]),
+        "## Made by\n\n" + "\n".join(f"- {line}" for line in _made_by(facts, place.run)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -45,27 +46,28 @@ def _results(run: Path) -> Results | None:
         return None
 
 
-def _head(name: str, facts: NetFacts, results: Results | None, seed: str) -> dict[str, Any]:
+def _head(place: Place, facts: NetFacts, results: Results | None) -> dict[str, Any]:
     """Return what the hub reads."""
     pipeline = PIPELINES.get(facts.inputs.kind) if facts.task == "classification" else None
     head: dict[str, Any] = {"library_name": "onnx", "tags": ["knowledge-distillation", "pytorch", "safetensors"]}
     if pipeline:
         head["pipeline_tag"] = pipeline
-    score = _score(name, seed, results) if results else None
+    score = _score(place, results) if results else None
     if results and pipeline and score is not None:
         metric, data = results.metric, results.data["name"]
         kind = METRICS.get(metric.name, metric.score)
         head["metrics"] = [kind]
         found = {"type": kind, "name": metric.title, "value": score}
         task, of = {"type": pipeline}, {"name": data, "type": data.lower()}
-        head["model-index"] = [{"name": name, "results": [{"task": task, "dataset": of, "metrics": [found]}]}]
+        head["model-index"] = [{"name": place.name, "results": [{"task": task, "dataset": of, "metrics": [found]}]}]
     return head
 
 
-def _score(name: str, seed: str, results: Results) -> float | None:
+def _score(place: Place, results: Results) -> float | None:
     """Return the test metric of this seed's net."""
-    number = seed.removeprefix("seed")
-    scores = results.nets[name].scores.get(results.metric.name, ()) if name in results.nets else ()
+    number, key = place.seed.removeprefix("seed"), results.metric.name
+    key = averaged_key(results.metric) if place.is_average else key
+    scores = results.nets[place.name].scores.get(key, ()) if place.name in results.nets else ()
     if not number.isdecimal() or int(number) not in results.seeds:
         return None
     return dict(zip(results.seeds, scores, strict=True)).get(int(number))
@@ -73,7 +75,8 @@ def _score(name: str, seed: str, results: Results) -> float | None:
 
 def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Results | None) -> str:
     what = {"images": "images", "bytes": "texts"}.get(facts.inputs.kind, "inputs")
-    how = "was trained as a teacher" if name == TEACHER else "is a student of a comparison of distillation methods"
+    is_teacher = name.partition("-")[0] == TEACHER  # also of several, such as teacher-big
+    how = "was trained as a teacher" if is_teacher else "is a student of a comparison of distillation methods"
     learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
     return f"A {net} of {count(parameters)} parameters for {what} of {len(facts.classes)} classes. It {how}{learnt}."
 
@@ -92,19 +95,21 @@ def _use(facts: NetFacts) -> Iterator[str]:
     yield "\n".join(f"- {line}" for line in lines)
 
 
-def _of_results(name: str, seed: str, results: Results) -> Iterator[str]:
-    data, metric = results.data, results.metric
+def _of_results(place: Place, results: Results) -> Iterator[str]:
+    data, metric, name = results.data, results.metric, place.name
     sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
     yield f"## Data\n\n{data['name']}: {', '.join(sizes)} {metric.counted}."
     learnt = objectives(results).get(name)
     method = [f"Method: {learnt}." if learnt else "It was trained with labels alone."]
     method += [f"Settings: {'; '.join(settings(results.config, results.free))}."]
     yield "## Method\n\n" + "\n\n".join(method)
-    score = _score(name, seed, results)
-    of_this = "" if score is None else f"This net, of {seed}: {metric.title} {metric.scale * score:.{metric.digits}f}."
+    score = _score(place, results)
+    of_this = ""
+    if score is not None:
+        of_this = f"This net, of {place.seed}: {metric.title} {metric.scale * score:.{metric.digits}f}."
     row = results.students.get(name)
     interval = ""
-    if row is not None and row.delta_vs_ce is not None and name != row.baseline:
+    if not place.is_average and row is not None and row.delta_vs_ce is not None and name != row.baseline:
         spread = ", with its 95 % interval over seeds" if row.delta_vs_ce["low"] is not None else ""
         interval = f"Difference to {row.baseline}{spread}: {metric.difference(row.delta_vs_ce)} {metric.unit}."
     seeds = f"All nets of the run, of seeds {', '.join(map(str, results.seeds))}:"

@@ -25,7 +25,7 @@ WEIGHTS, PROGRAM, ONNX = "weights.safetensors", "model.pt2", "model.onnx"
 METADATA = "metadata.json"  # inside of PROGRAM
 EXTRA = ("export", "onnx", "onnxruntime", "onnxscript", "safetensors")
 PROJECT = Path(__file__).parents[3]
-FLOAT_MARGIN = 1e-4  # of the top two logits
+FLOAT_MARGIN, FLOAT_SHARE = 1e-4, 1e-3  # of the top two logits; of the logits' range
 INT8_SHARE, INT8_MARGIN = 1e-3, 0.02  # of predictions; of the logits' range: kernels round differently
 NOT_FINITE = "its logits are not finite"
 SECONDS, LATE = 600.0, "took too long"  # for a file's answers
@@ -44,10 +44,10 @@ class Rounded(nn.Module):
 
 
 def write_weights(net: nn.Module, folder: Path, facts: NetFacts | None = None) -> None:
-    """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors and no code."""
+    """Write a bare state dict, as `weights.pt` has it, as safetensors, which holds tensors apart and no code."""
     from safetensors.torch import save
 
-    state = {name: value.detach().cpu().contiguous() for name, value in plain_state(net).items()}
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in plain_state(net).items()}
     write_bytes(folder / WEIGHTS, save(state, _metadata(facts)))
 
 
@@ -108,17 +108,21 @@ def compare(expected: Tensor, logits: Tensor) -> Difference:
 def disagreement(expected: Tensor, logits: Tensor, exact: bool, share: float = INT8_SHARE) -> str:
     """Say what is wrong with logits (N, classes), compared with those expected; empty if nothing is.
 
-    If `exact`, predictions may differ only where the top two logits are closer than 1e-4; else a share of them may,
-    where they are closer than 2 % of the logits' range.
+    If `exact`, predictions may differ only where the top two logits are closer than 1e-4, and no logit by more than
+    0.1 % of their range; else a share of predictions may, where they are closer than 2 % of it.
     """
     differ = expected.argmax(1) != logits.argmax(1)
     top = expected.topk(2, 1).values
     margins = (top[:, 0] - top[:, 1])[differ]
-    allowed = FLOAT_MARGIN if exact else INT8_MARGIN * float(expected.max() - expected.min())
+    extent = float(expected.max() - expected.min())
+    allowed = FLOAT_MARGIN if exact else INT8_MARGIN * extent
     if not logits.isfinite().all():
         return NOT_FINITE
     if len(margins) and (apart := float(margins.max())) >= allowed:
         return f"a prediction differs whose top two logits are {apart:.2g} apart, not below {allowed:.2g}"
+    most = compare(expected, logits).max_logit_difference
+    if exact and most > max(FLOAT_SHARE * extent, FLOAT_MARGIN):
+        return f"a logit differs by {most:.2g}, more than {FLOAT_SHARE:.1%} of their range"
     if not exact and len(margins) > share * len(expected):
         return f"{len(margins)} of {len(expected)} predictions differ, more than {share:.1%}"
     return ""

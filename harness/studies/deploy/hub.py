@@ -21,7 +21,9 @@ def check_repo(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Make the repository, unless it is there, and replace its files by those of the folder; return its address.
+    """Make the repository, unless it is there, and commit the folder to it; return its address.
+
+    Files of other names stay there, such as those of its owner.
 
     Raises:
         BadInput: the hub refuses, or does not answer.

@@ -57,9 +57,10 @@ def export(config: Namespace) -> None:
 
 
 def check_students(run: Session, names: Iterable[str]) -> None:
-    """Raise BadInput if the students of `--export` can't be written."""
+    """Raise BadInput if the students of `--export` can't be written; a resumed run replaces their export."""
+    replaces = run.config.overwrite or run.config.resume  # they exclude one another, and `overwrite` deletes the run
     for name in names:
-        check_package(Path(run.config.export) / name, "export", run.config.overwrite)
+        check_package(Path(run.config.export) / name, "export", replaces)
 
 
 def export_students(run: Session, names: Iterable[str]) -> None:

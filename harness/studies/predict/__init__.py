@@ -17,7 +17,7 @@ from datamodules.raw import DAMAGED
 from harness import cli
 from harness.runs import launch
 from harness.runs.facts import NetFacts
-from harness.runs.files import can_be_written, write_text
+from harness.runs.files import can_be_written, write_bytes
 from harness.runs.nets import load_net, read_facts, teachers_beside
 from harness.runs.progress import Lines
 from harness.runs.quiet import notice, quiet
@@ -92,7 +92,8 @@ def predict(run: Session) -> None:
     if not launch.is_main_process():
         return
     damaged = (read == DAMAGED).nonzero().flatten().tolist()
-    write_text(out, as_csv(inputs, classes, guesses, read, min(config.top, len(classes))))
+    rows = as_csv(inputs, classes, guesses, read, min(config.top, len(classes)))
+    write_bytes(out, rows.encode(errors="surrogateescape"))  # names of files as the disk has them, UTF-8 or not
     for line in scores(inputs, classes, guesses, read):
         print(line)
     print(f"{len(inputs.names) - len(damaged):,} predictions: {out}")

@@ -1,6 +1,5 @@
 """What a net predicts: images or texts that a user names, in a fixed order, and their labels if they have some."""
 
-import csv
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,16 +8,15 @@ from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from apprentice.errors import BadInput, reason
+from apprentice.errors import BadInput
 from datamodules.preparation import Preparation
 from datamodules.raw import RawImages, encode_texts
 from datamodules.splits import Split
 from datamodules.streams import Streamed
-from harness.runs.files import read_text
+from datamodules.tables import LABELS, PATHS, TEXTS, find_column, read_csv
+from harness.runs.quiet import notice
 
 FLAG = "inputs"
-# Heads of columns in a table of inputs.
-FILES, TEXTS, LABELS = ("file", "path", "image", "filename", "file_name"), ("text", "sentence"), ("label", "class")
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ def _texts(place: Path, classes: Sequence[str]) -> Inputs:
         lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
         names += [f"{file.name}:{number}" for number, _ in lines]
         pairs = [line.partition(b"\t") for _, line in lines]
-        heads = [head.decode(errors="replace").strip() for head, _, _ in pairs]
-        if place.is_dir() or not all(head in classes and tab for head, (_, tab, _) in zip(heads, pairs, strict=True)):
+        heads = [head.decode(errors="replace").strip() if tab else "" for head, tab, _ in pairs]
+        if place.is_dir() or not _are_labelled(heads, [number for number, _ in lines], file, classes):
             texts += [line for _, line in lines]
             labels += [file.stem if place.is_dir() and file.stem in classes else ""] * len(lines)
         else:
@@ -101,21 +99,29 @@ def _texts(place: Path, classes: Sequence[str]) -> Inputs:
     return Inputs(names, texts=texts, labels=labels if any(labels) else [])
 
 
+def _are_labelled(heads: Sequence[str], numbers: Sequence[int], file: Path, classes: Sequence[str]) -> bool:
+    """Return whether what stands before tabs in lines are classes; BadInput for a line that is not as most are."""
+    others = [(number, head) for number, head in zip(numbers, heads, strict=True) if head not in classes]
+    if 2 * len(others) >= len(heads):
+        if known := len(heads) - len(others):
+            notice(f"{file}: {known} of {len(heads)} lines begin with a class and a tab; taken as texts without labels")
+        return False
+    if others:
+        number, head = others[0]
+        expected = "one of the net's classes before a tab, as in most lines"
+        raise BadInput(FLAG, f"{file}:{number}", f"{expected}; it has {head or 'no tab'}")
+    return True
+
+
 def _of_table(place: Path, preparation: Preparation, classes: Sequence[str]) -> Inputs:
     """Read a table: a file or a text a row, and perhaps its class."""
     of_images = preparation.kind == "images"
-    try:
-        rows = list(csv.DictReader(read_text(place).splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        raise BadInput(FLAG, place, f"a table in CSV and UTF-8 ({reason(error)})") from None
-    heads = list(rows[0]) if rows else []
-    column = next((head for head in (FILES if of_images else TEXTS) if head in heads), None)
+    columns, usual = read_csv(place, FLAG), PATHS if of_images else TEXTS
+    column, label = find_column(columns, usual), find_column(columns, LABELS)
     if column is None:
-        wanted = " or ".join(FILES if of_images else TEXTS)
-        raise BadInput(FLAG, place, f"a table with a row or more and a column {wanted}; it has {', '.join(heads)}")
-    label = next((head for head in LABELS if head in heads), None)
-    cells = [row[column] or "" for row in rows]
-    labels = [(row[label] or "").strip() for row in rows] if label else []
+        raise BadInput(FLAG, place, f"a table with a column {' or '.join(usual)}; it has {', '.join(columns)}")
+    cells = [cell.strip() for cell in columns[column]] if of_images else columns[column]
+    labels = [cell.strip() for cell in columns[label]] if label else []
     for number, name in enumerate(labels, 2):
         if name and name not in classes:
             raise BadInput(FLAG, f"{place}:{number}", f"one of the net's classes as {label}; it has {name}")

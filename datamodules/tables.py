@@ -1,0 +1,46 @@
+"""Tables in CSV: a column by name, whatever program wrote them."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from apprentice.errors import BadInput, reason
+
+# Names of columns, in any case.
+PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path")
+TEXTS = ("text", "sentence")
+LABELS = ("label", "class", "category", "target", "class_name")
+DELIMITERS = ",;\t|"
+Column = list[str]
+
+
+def read_csv(path: Path, flag: str, expected: str = "a table in CSV and UTF-8") -> dict[str, Column]:
+    """Return columns by name, their cells as they are; rows in messages count from 2, as the first line has names.
+
+    What cuts a row is the most frequent of DELIMITERS in the first line; a mark of UTF-8 before it is left out.
+
+    Raises:
+        BadInput: the file of the `flag` can't be read, has no rows, or a row with more or fewer values than names.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            first = file.readline()
+            file.seek(0)
+            rows = list(csv.reader(file, delimiter=max(DELIMITERS, key=first.count), strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(flag, path, f"{expected}; {reason(error)}") from error
+    rows = [row for row in rows if row]
+    if len(rows) < 2:
+        raise BadInput(flag, path, "a line of names, and a row for each sample; it has no rows")
+    names = [name.strip() for name in rows[0]]
+    for number, row in enumerate(rows[1:], 2):
+        if len(row) != len(names):
+            expected = f"{len(names)} values in each row, as in the first; row {number} has {len(row)}"
+            raise BadInput(flag, path, expected)
+    return {name: [row[place] for row in rows[1:]] for place, name in enumerate(names)}
+
+
+def find_column(names: Iterable[str], usual: Sequence[str]) -> str | None:
+    """Return the first of the usual names that there is in any case, as it is written; None if there is none."""
+    by_case = {name.lower(): name for name in reversed([*names])}
+    return next((by_case[name] for name in usual if name in by_case), None)
