@@ -157,9 +157,9 @@ def draw_labelled(labels: Tensor, size: int, seed: int) -> Tensor:
             f"{classes} to {len(labels)}: a sample of each class or more, up to all that train; or nothing for all"
         )
         raise BadInput("data.labelled", size, expected)
-    known = torch.zeros(len(labels), dtype=torch.bool)
-    known[balanced_subset(labels, size, keyed.fold_in(seed, 6))] = True
-    return known
+    has_label = torch.zeros(len(labels), dtype=torch.bool)
+    has_label[balanced_subset(labels, size, keyed.fold_in(seed, 6))] = True
+    return has_label
 
 
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
@@ -288,19 +288,19 @@ def draw_whole_groups(labels: Tensor, size: int, key: int, groups: Tensor | None
     if groups is None or len(groups.unique()) == len(groups):
         return drawn
     counts, classes = labels.bincount(), labels.tolist()
-    wanted, left = labels[drawn].bincount(minlength=len(counts)).tolist(), (counts - 1).tolist()
-    members, taken = dict[int, list[int]](), list[int]()
+    quota, spare = labels[drawn].bincount(minlength=len(counts)).tolist(), (counts - 1).tolist()
+    members, places = dict[int, list[int]](), list[int]()
     for place, group in enumerate(groups.tolist()):
         members.setdefault(group, []).append(place)
     in_order = list(members.values())
     for number in keyed.permutation(len(in_order), key, 1).tolist():
         of_classes = Counter(classes[place] for place in in_order[number])
-        if all(2 * wanted[label] >= count and left[label] >= count for label, count in of_classes.items()):
-            taken += in_order[number]
+        if all(2 * quota[label] >= count and spare[label] >= count for label, count in of_classes.items()):
+            places += in_order[number]
             for label, count in of_classes.items():
-                wanted[label] -= count
-                left[label] -= count
-    return torch.tensor(sorted(taken), dtype=torch.int64)
+                quota[label] -= count
+                spare[label] -= count
+    return torch.tensor(sorted(places), dtype=torch.int64)
 
 
 def draw_places(labels: Tensor, size: int, key: int, subset: Subset) -> Tensor:

@@ -75,7 +75,8 @@ def parser() -> cli.Parser:
     """The command line: text, net, module, trainer."""
     parser = cli.Parser("gpt.py", (__doc__ or "").split("\n", 1)[0], Options)
     parser.add_class("data", datamodules.Text)
-    parser.add_choice("net", (nets.Net, nn.Module), nets, "GPT", skip={"vocab_size", "block_size"})
+    net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"vocab_size", "block_size"}))
+    parser.add_choice("net", net, "GPT")
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}

@@ -56,8 +56,9 @@ class Options(cli.OneSeedOptions):
 def parser() -> cli.Parser:
     """Make the command line: data, net, optimizer, trainer; a strategy's options are those of its row."""
     parser = cli.Parser("hardware.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", (datamodules.ImageData, LightningDataModule), datamodules, "Digits")
-    parser.add_choice("net", (nets.Net, nn.Module), nets, "DeepNN", skip={"input_shape", "num_classes"})
+    parser.add_choice("data", cli.Classes((datamodules.ImageData, LightningDataModule), datamodules), "Digits")
+    net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"input_shape", "num_classes"}))
+    parser.add_choice("net", net, "DeepNN")
     parser.add_optimizer()
     parser.add_trainer(loggers=False, idle=IDLE, devices=default_devices())
     return parser

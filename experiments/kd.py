@@ -181,23 +181,23 @@ class Options(cli.RunOptions):
 def parser() -> cli.Parser:
     """The command line: data, nets, distillation methods, optimizer, trainer."""
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
-    kinds = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
-    parser.add_choice("data", kinds, datamodules, "Digits", about="the data set")
-    net, method = (nets.Net, nn.Module), (objectives.Objective, objectives.FeatureObjective)
-    parser.add_choice("teacher", net, nets, "DeepNN", fixed=given_by_data, about="the net that teaches")
-    parser.add_choice(
-        "student", net, nets, "LightNN", fixed=given_by_data, unless="students", about="the net that learns"
-    )
-    parser.add_variants("teachers", net, nets, {}, fixed=given_by_data, about="one more teacher, for --taught_by")
-    parser.add_variants("students", net, nets, {}, fixed=given_by_data)
+    sets = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
+    parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
+    net = cli.Classes((nets.Net, nn.Module), nets)
+    method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
+    parser.add_choice("teacher", net, "DeepNN", fixed=given_by_data, about="the net that teaches")
+    about = "the net that learns"
+    parser.add_choice("student", net, "LightNN", fixed=given_by_data, unless="students", about=about)
+    parser.add_variants("teachers", net, {}, fixed=given_by_data, about="one more teacher, for --taught_by")
+    parser.add_variants("students", net, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", method, objectives, variants, about="one more student")
+    parser.add_variants("variants", method, variants, about="one more student")
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     judged = cli.OnResume(why="what is tested is tested once")
     about = "what nets are judged by, in the table and beside the accuracy of the validation"
-    parser.add_classes("metric", cli.MetricClasses(), judged, "accuracy", about)
+    parser.add_choice("metric", cli.MetricClasses(), "accuracy", about=about, on_resume=judged)
     parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
@@ -205,7 +205,7 @@ def parser() -> cli.Parser:
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless="data")
-    parser.add_classes("launcher", LAUNCHERS, cli.FREE)
+    parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
 
 

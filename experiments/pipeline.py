@@ -44,7 +44,8 @@ def parser() -> cli.Parser:
     """Make the command line: sizes, net, trainer; the pipeline strategy's options are those of its rows."""
     parser = cli.Parser("pipeline.py", (__doc__ or "").split("\n", 1)[0], Options)
     resnet = {"class_path": "Torchvision", "init_args": {"name": "resnet50"}}
-    parser.add_choice("net", (nets.Net, nn.Module), nets, resnet, skip={"input_shape", "num_classes"})
+    net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"input_shape", "num_classes"}))
+    parser.add_choice("net", net, resnet)
     strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
     idle = [*IDLE, "gradient_clip_val", "gradient_clip_algorithm"]
     parser.add_trainer(loggers=False, idle=idle, devices=default_devices(), strategy=strategy)

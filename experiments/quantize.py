@@ -45,9 +45,11 @@ DATA = "Digits"
 def parser(data: Any = DATA) -> cli.Parser:
     """The command line: data, a fresh student, the objective of quantisation-aware training, optimizer, trainer."""
     parser = cli.Parser("quantize.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_choice("data", (datamodules.ImageData,), datamodules, data)
-    parser.add_choice("student", (nets.Net, nn.Module), nets, "LightNN", skip={"input_shape", "num_classes"})
-    parser.add_choice("objective", (objectives.Objective, objectives.FeatureObjective), objectives, "CrossEntropy")
+    net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"input_shape", "num_classes"}))
+    method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
+    parser.add_choice("data", cli.Classes((datamodules.ImageData,), datamodules), data)
+    parser.add_choice("student", net, "LightNN")
+    parser.add_choice("objective", method, "CrossEntropy")
     parser.add_class("latency", Latency)
     parser.add_optimizer({"class_path": "Adam", "init_args": {"lr": 1e-4}})
     parser.add_trainer(max_epochs=5, log_every_n_steps=10)

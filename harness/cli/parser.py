@@ -1,12 +1,10 @@
 """The command line of an experiment, in two passes: which classes are chosen, then the options of each."""
 
-import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
 from typing import Any
 
 import yaml
@@ -14,135 +12,24 @@ import yaml
 from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
-from harness.cli.entries import Entry, Fixed
+from harness.cli.declarations import Declarations
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FIXED, FREE, NOTHING, OnResume, check_same, rules_of
-from harness.cli.signatures import Signature, options_of
-from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
+from harness.cli.resuming import CALL, NOTHING, check_same
+from harness.cli.signatures import options_of
+from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read
 from harness.cli.yamls import read_value
-from harness.start import called_as
 from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 
 
-class Parser:
-    """The command line of a script; `options`, a dataclass of plain options, checks its values when it is made."""
+class Parser(Declarations):
+    """The command line of a script."""
 
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
-        self.prog, self.description = prog, description
-        self.name = called_as(prog).removeprefix("python experiments/")
-        self.options = Signature(options)
-        self.entries: dict[str, Entry] = {}
-        self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
-        self._defaults: dict[str, Setting] = {}
-        self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
-        self._experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
-        self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
+        super().__init__(prog, description, options)
         self._parsed: dict[str, Any] = {}
-        self._on_resume = rules_of(options)
-        self._apart: list[str] = []  # how the flags of optimizers begin
-        if options.quick_values:
-            self.add_recipes("quick", {True: options.quick_values})
-
-    def add_choice(
-        self,
-        key: str,
-        bases: tuple[type, ...],  # what the class derives from
-        package: ModuleType,  # where short names are looked up; others are import paths
-        default: Any,  # short name, or class_path and init_args; None makes `null` a choice
-        skip: Iterable[str] = (),  # arguments of constructors that are not options
-        fixed: Fixed | None = None,  # names more of them
-        unless: str = "",  # the key of variants: where there are some, nothing is chosen here
-        about: str = "",  # what it is, for the help
-    ) -> None:
-        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
-        self.classes[key] = Classes(bases, package, frozenset(skip))
-        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
-
-    def add_classes(
-        self, key: str, classes: Classes, on_resume: OnResume, default: Any = None, about: str = ""
-    ) -> None:
-        """Add `--KEY NAME` and `--KEY.OPTION VALUE` of classes that have names of their own."""
-        self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(about=about, written=default is not None), default)
-
-    def add_variants(
-        self,
-        key: str,
-        bases: tuple[type, ...],
-        package: ModuleType,
-        defaults: Mapping[str, Any],
-        fixed: Fixed | None = None,  # as above
-        about: str = "",
-    ) -> None:
-        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
-
-        The plain option `only`, if there is one, says which of them are wanted; see `rows`.
-        """
-        self.classes[key] = Classes(bases, package)
-        self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
-
-    def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Let a value of a plain option set many flags, each of which may be given beside it."""
-        self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
-
-    def default_experiment(self, option: str, value: Any, unless: str) -> None:
-        """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
-        self._experiment = option, value, unless
-
-    def add_optimizer(
-        self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
-    ) -> None:
-        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed.
-
-        Nets that may be trained `apart`, such as a teacher, have `--NAME_optimizer` and `--NAME_scheduler` beside them.
-        """
-        self._on_resume["scheduler"] = scheduler_on_resume
-        self._apart = ["", *(f"{name}_" for name in apart)]
-        for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
-            self.classes[before + key] = classes
-            chosen = default if before + key == "optimizer" else None
-            self._add(before + key, Entry(like=key if before else "", about=about), chosen)
-
-    def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
-        """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
-        self._add(key, Entry(options=Signature(target, skip)), {})
-
-    def add_texts(self, key: str, about: str) -> None:
-        """Add `--KEY.NAME.OPTION VALUE` for any names; the configuration has the values by what follows the key."""
-        self._add(key, Entry(named=True, about=about), {})
-
-    def add_trainer(
-        self,
-        *,
-        loggers: bool = True,
-        on_resume: Mapping[str, OnResume] = MappingProxyType({}),
-        idle: Iterable[str] = (),
-        **defaults: Any,
-    ) -> None:
-        """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
-
-        `defaults` are in place of the Trainer's own. `logger` names others beside ours, where there are `loggers`, or
-        switches ours on and off. `on_resume` says of options that results depend on how they may change;
-        `idle` are options that do nothing here.
-        """
-        from lightning.pytorch import Trainer
-
-        self.idle |= {f"trainer.{name}" for name in idle}
-        rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
-        self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
-        self.classes["trainer.callbacks"] = training.CALLBACKS
-        self.classes["trainer.strategy"] = training.Strategies()
-        types = {**training.TYPES, "logger": bool}
-        if loggers:
-            self.classes["trainer.logger"], types = training.LOGGERS, training.TYPES
-        self._add("trainer", Entry(options=Signature(Trainer, training.OWNED, types)), {"logger": True, **defaults})
-
-    def _add(self, key: str, entry: Entry, default: Any) -> None:
-        self.entries[key] = entry
-        self._defaults |= layer(default, key=key)
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Read the configuration: defaults, then YAML files in their order, then flags.
@@ -200,17 +87,6 @@ class Parser:
     def _recipes_of(self, early: Layer) -> list[Layer]:
         values = {**self.options.defaults, **self._values(early)}
         return [settings for option, value, settings in self._recipes if values[option] == value]
-
-    def on_resume(self, flag: str) -> OnResume:
-        """Return how a resumed run may change a setting, as it or the class that it belongs to declares."""
-        while flag not in self._on_resume and "." in flag:
-            flag = flag.rpartition(".")[0]
-        return self._on_resume.get(flag, FIXED)
-
-    @property
-    def free(self) -> list[str]:
-        """The flags on which no result depends, nor on the options below them."""
-        return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
     def flag_of(self, argument: str) -> str | None:
         """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it.

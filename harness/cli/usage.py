@@ -51,14 +51,14 @@ def text(parser: "Parser", flags: Flags, topics: Iterable[str] = (), given: Iter
     groups[""] |= BARE
     for flag, entry in acting.items():
         groups[_owner(flag, titles)][flag] = entry
-    wanted = {*topics} or {_owner(flag, titles) for flag in given} - {""}
-    if unknown := sorted(wanted - titles.keys() - {ALL}):
+    listed = {*topics} or {_owner(flag, titles) for flag in given} - {""}
+    if unknown := sorted(listed - titles.keys() - {ALL}):
         expected = f"{ALL}, or of {', '.join(filter(None, titles))}{near(unknown[0], titles)}"
         raise BadInput("help", unknown[0], expected)
-    if not wanted:
+    if not listed:
         return _page(parser, {"common flags, with their defaults": _common(parser, acting)}, SCREEN, SCREEN_COLUMN)
-    shown = titles if ALL in wanted else [key for key in titles if key in wanted or key.split(".")[0] in wanted]
-    return _page(parser, {titles[key]: _described(groups[key]) for key in shown}, WIDTH, COLUMN)
+    keys = titles if ALL in listed else [key for key in titles if key in listed or key.split(".")[0] in listed]
+    return _page(parser, {titles[key]: _described(groups[key]) for key in keys}, WIDTH, COLUMN)
 
 
 def _page(parser: "Parser", groups: Mapping[str, Mapping[str, tuple[str, str]]], width: int, column: int) -> str:
@@ -92,8 +92,8 @@ def _common(parser: "Parser", acting: Flags) -> dict[str, tuple[str, str]]:
                 rows[f"{flag}.NAME" if named else flag] = "CLASS" if value is None else _as_text(value), about
         elif flag in acting:
             lines = textwrap.wrap(_first_sentence(about), SCREEN - SCREEN_COLUMN - 3, max_lines=2, placeholder=" ...")
-            shown = _placeholder(options.hints.get(flag)) if value is None else _as_text(value)
-            rows[flag] = shown, " ".join(lines)
+            default = _placeholder(options.hints.get(flag)) if value is None else _as_text(value)
+            rows[flag] = default, " ".join(lines)
     key = next(iter(parser.classes), None)
     more = f"; --help {key} or --{key} CLASS --help: those of the {key} or class" if key in parser.entries else ""
     return {**rows, **BARE, "help": ("", BARE["help"][1] + more)}

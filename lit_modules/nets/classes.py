@@ -61,13 +61,13 @@ def check_classes(net: nn.Module, names: Names, flag: str) -> None:
     Without names, members of an ensemble are compared with the first that names its classes.
     """
     name, members = type(net).__name__, members_of(net)
-    wanted = names or next((known for member in members if (known := classes_of(member))), ())
+    reference = names or next((order for member in members if (order := classes_of(member))), ())
     for member in members:
-        known = classes_of(member)
-        if wanted and known and class_order(known, wanted, flag, name).moves:
+        order = classes_of(member)
+        if reference and order and class_order(order, reference, flag, name).moves:
             whose = "the data's" if names else "its first member's"
-            expected = f"a net with {whose} order of classes ({_shorten(wanted)}); reorder_classes changes it"
-            raise BadInput(flag, name, f"{expected}; it has {_shorten(known)}")
+            expected = f"a net with {whose} order of classes ({_shorten(reference)}); reorder_classes changes it"
+            raise BadInput(flag, name, f"{expected}; it has {_shorten(order)}")
 
 
 def class_order(known: Names, wanted: Names, flag: str, value: object) -> ClassOrder:

@@ -414,14 +414,14 @@ def test_resuming_under_another_strategy_than_one_with_options(kd, run):
 
 def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     other = cli.Parser("kd.py", "", kd.options.target)
-    skip = {"input_shape", "num_classes"}
-    other.add_choice("data", (datamodules.ImageData,), datamodules, "MNIST")
-    other.add_choice("teacher", (nets.Net, torch.nn.Module), nets, "LightNN", skip=skip)
-    other.add_choice("student", (nets.Net, torch.nn.Module), nets, "ResNet", skip=skip)
+    net = cli.Classes((nets.Net, torch.nn.Module), nets, frozenset({"input_shape", "num_classes"}))
+    other.add_choice("data", cli.Classes((datamodules.ImageData,), datamodules), "MNIST")
+    other.add_choice("teacher", net, "LightNN")
+    other.add_choice("student", net, "ResNet")
     kd9 = {"class_path": "Hinton", "temperature": 9}
-    other.add_variants("variants", (objectives.Objective,), objectives, {"kd": kd9, "x": "Hint"})
+    other.add_variants("variants", cli.Classes((objectives.Objective,), objectives), {"kd": kd9, "x": "Hint"})
     other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
-    other.add_classes("metric", cli.MetricClasses(), cli.FREE, "f1")
+    other.add_choice("metric", cli.MetricClasses(), "f1", on_resume=cli.FREE)
     other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     for settings in (one, same):  # null for names that are those of defaults now
@@ -589,7 +589,8 @@ def test_another_experiment_needs_few_lines():
         rounds: int = 2
 
     parser = cli.Parser("other.py", "Another one.", Options)
-    parser.add_choice("net", (nets.Net,), nets, {"class_path": "ResNet", "depth": 8}, skip={"input_shape"})
+    net = cli.Classes((nets.Net,), nets, frozenset({"input_shape"}))
+    parser.add_choice("net", net, {"class_path": "ResNet", "depth": 8})
     config = parser.parse(["--rounds", "3", "--net.num_classes", "4"])
     chosen = {"depth": 8, "num_classes": 4, "norm": "batch", "widths": (16, 16, 32, 64), "shortcut": "pad"}
     assert (config.rounds, config.net.init_args) == (3, chosen)

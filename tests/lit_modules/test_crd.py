@@ -189,15 +189,3 @@ def test_one_class_alone_has_nothing_to_contrast() -> None:
     values = objective(outputs, outputs, torch.ones(2, dtype=torch.int64))["crd"].values
     assert values.isfinite().all()
     assert torch.autograd.grad(values.sum(), e)[0].isfinite().all()
-
-
-def test_of_a_sample_that_a_batch_has_twice_the_first_moves_its_row() -> None:
-    """On CUDA either of two writes may win."""
-    twice, once = built(100), built(100)
-    e_s, e_t = (torch.randn(3, 128, dtype=torch.float64) for _ in range(2))
-    for objective, index in ((twice, [4, 0, 4]), (once, [4, 0])):
-        objective.place = Place(step=0, index=torch.tensor(index), samples=9)
-        rows = len(index)
-        sides = [Outputs(torch.zeros(rows, 4), {name: e[:rows]}) for name, e in (("a", e_s), ("b", e_t))]
-        objective.after_batch(*sides, torch.tensor([1, 0, 1][:rows]))
-    assert_same({"s": twice.bank_s, "t": twice.bank_t}, {"s": once.bank_s, "t": once.bank_t})
