@@ -44,9 +44,9 @@ class Declarations:
         about: str = "",  # what it is, for the help
         on_resume: OnResume = FIXED,
     ) -> None:
-        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`; settings have the key if by default something is chosen."""
+        """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(fixed=fixed, unless=unless, about=about, written=default is not None), default)
+        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
 
     def add_variants(
         self,

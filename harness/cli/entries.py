@@ -19,4 +19,3 @@ class Entry:
     unless: str = ""  # the key of choices by names: where there are some, none is made here
     like: str = ""  # the key whose class and options this one has where options are set and no class
     about: str = ""  # what it is, for the help
-    written: bool = True  # whether settings have the key where nothing is chosen

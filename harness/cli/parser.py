@@ -15,7 +15,7 @@ from harness.cli.classes import Choice, Classes, arguments, build, plain, put_wo
 from harness.cli.declarations import Declarations
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, NOTHING, check_same
+from harness.cli.resuming import CALL, FREE, NOTHING, check_same
 from harness.cli.signatures import options_of
 from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read
 from harness.cli.yamls import read_value
@@ -245,8 +245,7 @@ class Parser(Declarations):
 
     def _is_empty(self, key: str) -> bool:
         """Return whether settings are written without the key where it has nothing, as by default."""
-        entry = self.entries[key]
-        return not entry.written or (entry.named and not below(key, self._defaults))
+        return self.on_resume(key) is FREE or (self.entries[key].named and not below(key, self._defaults))
 
     def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
