@@ -103,7 +103,7 @@ FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
     names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
-    names |= {"runs/t4/seed0/kd": "done/kd/seed0/kd"}
+    names |= {"runs/t4/seed0/kd": "done/kd/seed0/kd", "first/split.csv": "split.csv"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
@@ -158,6 +158,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     (folder / "photos").symlink_to(folder / "images" / "train")  # a folder for each class, without parts
     rows = [f"images/{path.relative_to(folder / 'images')},{path.parent.name}" for path in folder.glob("images/*/*/*")]
     (folder / "table.csv").write_text("\n".join(["path,label", *sorted(rows)]))
+    parts = [
+        f"{path.parts[-3]},{path.relative_to(folder / 'images')},{path.parts[-2]}"
+        for path in folder.glob("images/*/*/*")
+    ]
+    (folder / "split.csv").write_text("\n".join(["split,path,label", *sorted(parts)]))
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
     (folder / "mypackage.py").write_text(MINE)
