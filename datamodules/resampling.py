@@ -48,11 +48,11 @@ class ResampledOrder(EpochOrder):
 
     def _balanced_order(self) -> Tensor:
         classes, turn = self.labels.unique().tolist(), self._turn
-        each, rest = divmod(self.size, len(classes))
+        per_class, rest = divmod(self.size, len(classes))
         more = {*keyed.permutation(len(classes), self.seed, turn, 2)[:rest].tolist()}
         drawn = []
         for number, label in enumerate(classes):
-            members, count = (self.labels == label).nonzero().flatten(), each + (number in more)
+            members, count = (self.labels == label).nonzero().flatten(), per_class + (number in more)
             rounds = range(-(-count // len(members)))
             order = [members[keyed.permutation(len(members), self.seed, turn, 3, label, again)] for again in rounds]
             drawn.append(torch.cat(order)[:count] if order else members[:0])

@@ -125,8 +125,9 @@ def follows_length(make: MakeScheduler | None) -> bool:
 
 def check_steps(scheduler: LRScheduler, steps: float) -> None:
     """Raise BadInput if a schedule that ends has fewer steps left than the training: its last rate may be 0."""
-    total = scheduler.total_steps if isinstance(scheduler, OneCycleLR | CosineWarmup) else math.inf
-    done = scheduler.last_epoch  # of a training before this one, whose schedule goes on
+    if not isinstance(scheduler, OneCycleLR | CosineWarmup):
+        return
+    total, done = scheduler.total_steps, scheduler.last_epoch  # done by a training before, whose schedule goes on
     if total < done + steps:
         earlier = f" after {done} before" if done else ""
         expected = f"at least {done + steps}, the optimizer's steps in this training{earlier}"

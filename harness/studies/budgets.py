@@ -48,10 +48,10 @@ class StudentBudget(Callback):
         steps = {}
         for run in module.runs:
             with trainer.precision_plugin.forward_context(), alone(module.device):
-                each = milliseconds(module.step_alone(run, Batch.of((inputs, labels), 0, shared=False)))
-            batches = max(math.floor(self.seconds * 1000 / each), 1)
+                step_ms = milliseconds(module.step_alone(run, Batch.of((inputs, labels), 0, shared=False)))
+            batches = max(math.floor(self.seconds * 1000 / step_ms), 1)
             steps[run] = max(batches // trainer.accumulate_grad_batches, 1)
-            notice(f"{run}: {self.seconds:g} s are {steps[run]} steps of {each:.3g} ms")
+            notice(f"{run}: {self.seconds:g} s are {steps[run]} steps of {step_ms:.3g} ms")
         return steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

@@ -46,8 +46,8 @@ def check_own_settings(run: Session) -> None:
     config = run.config
     for name in ("optimizer", "scheduler", "batch_size"):
         if (value := vars(config)[f"{TEACHER}_{name}"]) is not None and has_trained_teacher(run):
-            shown = value.name if name != "batch_size" else value
-            raise BadInput(f"{TEACHER}_{name}", shown, "a teacher that is trained here; this one is loaded")
+            written = value.name if name != "batch_size" else value
+            raise BadInput(f"{TEACHER}_{name}", written, "a teacher that is trained here; this one is loaded")
     if config.teacher_batch_size is not None and "batch_size" not in config.data.init_args:
         expected = f"data with --data.batch_size; {config.data.name} makes its batches itself"
         raise BadInput("teacher_batch_size", config.teacher_batch_size, expected)

@@ -57,9 +57,9 @@ def _head(place: Place, facts: NetFacts, results: Results | None) -> dict[str, A
         metric, data = results.metric, results.data["name"]
         kind = METRICS.get(metric.name, metric.score)
         head["metrics"] = [kind]
-        found = {"type": kind, "name": metric.title, "value": score}
+        scores = {"type": kind, "name": metric.title, "value": score}
         task, of = {"type": pipeline}, {"name": data, "type": data.lower()}
-        head["model-index"] = [{"name": place.name, "results": [{"task": task, "dataset": of, "metrics": [found]}]}]
+        head["model-index"] = [{"name": place.name, "results": [{"task": task, "dataset": of, "metrics": [scores]}]}]
     return head
 
 
