@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 import shutil
@@ -72,8 +73,7 @@ def _find_file(name: str, flag: str) -> Path | None:
 
 def _convert(file: Path, folder: Path) -> None:
     """Write the model, with weights in float32, and its tokenizer."""
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

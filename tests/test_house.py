@@ -151,7 +151,7 @@ def test_the_core_is_numeric() -> None:
     for name, path in modules("apprentice").items():
         packages = {other.split(".")[0] for other in imported(path)} - {*sys.stdlib_module_names, "apprentice"}
         assert packages <= {"numpy", "torch"}, name
-    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 700
+    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 850
 
 
 def private_imports(path: Path) -> list[str]:
