@@ -164,7 +164,7 @@ def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> ty
             other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
         ]
         fault = f"is no class of {module_name}" if target is None else "is no class"
-        hint = near(name, classes) + _hidden_file(module_name)
+        hint = near(name, classes) + _hidden_file(module_name) + near_file(path)
         raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")
     if not issubclass(target, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")

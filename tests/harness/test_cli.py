@@ -327,8 +327,7 @@ def test_an_option_of_other_classes_and_a_class_in_a_file_of_ones_own_are_told(k
     assert "there is" not in refused(kd, "--trainer.strategy ddp --trainer.strategy.accelerator x")
     write(tmp_path / "confident.py", "class Confident:\n    pass\n")
     for name in ("Confident", "confident", "confident.py"):
-        assert METHODS.expected(name) in (line := refused(kd, f"--variants.mine {name}"))
-        assert line.endswith("; confident.py has confident.Confident")
+        assert refused(kd, f"--variants.mine {name}").endswith("; confident.py has confident.Confident")
 
 
 def test_a_list_with_spaces_needs_no_quotes(kd):
