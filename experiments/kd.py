@@ -38,7 +38,7 @@ from harness.runs.session import session
 from harness.runs.taught import TEACHER
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, given_by_data, learner_options
+from harness.studies.choices import build_net, given_by_data, is_pruned, learner_options
 from harness.studies.deploy import leaving
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
@@ -192,6 +192,7 @@ def parser() -> cli.Parser:
     parser.add_variants("students", net, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, about="one more student")
+    parser.add_recipes("only", {name: {"variants": {name: method}} for name, method in zoo.named(variants).items()})
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
@@ -235,7 +236,10 @@ class KD(BakeOff):
             objective = arm.objective(config)
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
-            students[arm.name] = build_net(session, arm.net, seed_of_net), objective
+            if is_pruned(config, arm.net):
+                students[arm.name] = self.pruning.student(arm.net, seed, teacher), objective
+            else:
+                students[arm.name] = build_net(session, arm.net, seed_of_net), objective
             if arm.optimizer:
                 optimizers[arm.name] = arm.optimizer
         return Distillation(
