@@ -53,6 +53,7 @@ class Batch(NamedTuple):
     # (classes,) float64, weights of cross-entropies by their label, whose mean over the global batch's labels is 1.
     class_weights: Tensor | None = None
     draws: Tensor | None = None  # (b,) int64, in place of `index` what augmentation draws for, if samples come again
+    is_written: bool = False  # whether responses are a student's own, not the data's
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":

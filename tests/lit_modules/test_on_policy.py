@@ -1,0 +1,194 @@
+"""Students that learn from what they write: the loss is a formula's, on any number of ranks, alone or in company."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from apprentice import replicas
+from apprentice.batch import IGNORED, Batch
+from apprentice.errors import BadInput
+from lit_modules.distillation import Distillation
+from lit_modules.nets.generation import Sampling, generate, row_keys
+from lit_modules.objectives import GKD, CrossEntropy, Hinton, Objective, Sum
+from lit_modules.on_policy import join_texts, prompt_lengths
+from lit_modules.tasks import Tokens
+from tests.language import gpt
+from tests.training import SHAPE, assert_same, fit, net, on, outcome, weights
+
+V, T, ENDS = 11, 10, (2, 9)
+
+
+def sharp(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(6 if p.dim() > 1 else 1)
+    return module
+
+
+class Rows:
+    """Batches of prompts and responses of several lengths, as a data module of texts gives them."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.inputs = torch.randint(V, (size, T), generator=generator)
+        ends = torch.randint(3, T + 1, (size,), generator=generator)
+        starts = (torch.rand(size, generator=generator) * (ends - 1)).long()
+        places = torch.arange(T)
+        counts = (places >= starts[:, None]) & (places < ends[:, None])
+        self.labels = torch.randint(V, (size, T), generator=generator).where(counts, IGNORED)
+        self.labels[1] = IGNORED  # a text without a response
+        self.size, self.batch_size = size, batch_size
+
+    def batches(self, rank: int, ranks: int, whole: bool) -> list[Batch]:
+        chunks = torch.arange(self.size).split(self.batch_size)
+        return [self._batch(step, chunk, rank, 1 if whole else ranks) for step, chunk in enumerate(chunks)]
+
+    def _batch(self, step: int, chunk: Tensor, rank: int, ranks: int) -> Batch:
+        counted = int((self.labels[chunk] >= 0).sum())
+        mine = torch.arange(len(chunk))[rank if ranks > 1 else 0 :: ranks]
+        index = chunk[mine]
+        weight = T * len(chunk) / counted
+        return Batch(self.inputs[index], self.labels[index], index, mine, len(chunk), ranks, step, weight)
+
+
+class Chats(LightningDataModule):
+    def __init__(self, size: int = 18, batch_size: int = 6, whole: bool = False) -> None:
+        super().__init__()
+        self.rows, self.whole = Rows(size, batch_size), whole
+
+    def train_dataloader(self) -> Any:
+        batches = self.rows.batches(replicas.rank(), replicas.count(), self.whole)
+        return DataLoader(batches, batch_size=None, collate_fn=None)  # type: ignore[arg-type]
+
+
+def module(objectives: dict[str, Objective], double: bool = True, **options: Any) -> Distillation:
+    teacher = sharp(gpt(block_size=16, seed=7))
+    students = {name: (sharp(gpt(block_size=16, num_layers=1)), objective) for name, objective in objectives.items()}
+    options = {"input_shape": (T,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64} | options
+    made = Distillation(teacher, students, end_tokens=ENDS, seed=3, **options)
+    return made.double() if double else made
+
+
+def gkd(on_policy: float = 1.0, **options: Any) -> GKD:
+    return GKD(**{"beta": 0.3, "on_policy": on_policy, "max_new_tokens": 5} | options)
+
+
+def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tuple[int, int]) -> Tensor:
+    """The divergence of each token that a student has written, text by text, over their number."""
+    values, beta = [], 0.3
+    for row in range(len(batch.inputs)):
+        counted = (batch.labels[row] >= 0).nonzero()
+        if not len(counted):
+            continue
+        prompt = batch.inputs[row, : int(counted[0]) + 1]
+        key = row_keys(batch.index[row : row + 1], 3, *step)
+        written = generate(student, prompt[None], torch.tensor([len(prompt)]), 5, key, ends=ENDS, cached=False)
+        text = torch.cat([prompt, written.tokens[0, : written.lengths[0]]])
+        p, q = (net.eval()(text[None, :-1])[0, len(prompt) - 1 :].softmax(-1) for net in (teacher, student))
+        m = beta * p + (1 - beta) * q
+        values += [(beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1))]
+    return torch.cat(values).mean()
+
+
+def test_the_loss_is_the_formulas() -> None:
+    students = module({"gkd": gkd(), "ce": CrossEntropy()})
+    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
+    loss, parts = students.train().shard_step(batch)
+    expected = loss_by_hand(students.students["gkd"].net, students.teacher, batch, (0, 0))
+    assert parts["gkd/loss"].mean().item() == pytest.approx(expected.item(), rel=1e-10)
+    loss.backward()
+    found = [p.grad.clone() for p in students.students["gkd"].net.parameters()]
+    other = torch.autograd.grad(expected, [*students.students["gkd"].net.parameters()])
+    for a, b in zip(found, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    assert all(p.grad is None for p in students.teacher.parameters())
+
+
+def test_texts_join_the_prompt_with_what_was_written() -> None:
+    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
+    prompts, student = prompt_lengths(batch.labels), sharp(gpt())
+    written = generate(student, batch.inputs, prompts, 4, row_keys(batch.index, 0), Sampling(), ENDS)
+    texts = join_texts(batch, prompts, written)
+    assert prompts[1] == written.lengths[1] == 0
+    assert (texts.labels[1] == IGNORED).all()
+    for row in (0, 2, 3, 4, 5):
+        length, new = int(prompts[row]), int(written.lengths[row])
+        whole = [*batch.inputs[row, :length].tolist(), *written.tokens[row, :new].tolist()]
+        assert texts.inputs[row, : length + new - 1].tolist() == whole[:-1]
+        assert texts.labels[row, length - 1 : length + new - 1].tolist() == whole[length:]
+        assert (texts.labels[row] != IGNORED).sum() == new
+
+
+def test_the_share_of_batches_is_drawn_by_the_step() -> None:
+    students = module({"some": gkd(0.5), "always": gkd(1.0), "never": gkd(0.0)}).train()
+    drawn: list[list[str]] = []
+    for step in range(200):
+        students.__dict__["_epoch"] = math.inf
+        students._step_keys = lambda step=step: (0, step)  # type: ignore[method-assign]
+        drawn.append(students.writers())
+    assert all("always" in names and "never" not in names for names in drawn)
+    assert 70 < sum("some" in names for names in drawn) < 130
+    students.eval()
+    assert students.writers() == []
+
+
+@pytest.mark.parametrize("place", ["ddp 2", "ddp 3", "ddp 1 exact 4", "ddp 2 exact 4"])
+def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path) -> None:
+    make = lambda: module({"gkd": gkd(0.6), "kd": Hinton(), "reverse": gkd(1.0, beta=1.0)})  # noqa: E731
+    tags = ["gkd/train/loss", "reverse/train/loss"]
+    one = outcome(make(), Chats(), tmp_path, tags)
+    other = outcome(make(), Chats(whole="exact" in place), tmp_path, tags, **on(place))
+    assert other[0] == pytest.approx(one[0], abs=1e-9, rel=0)
+    assert_same(one[1], other[1], atol=1e-9)
+
+
+def test_exact_gives_the_same_bits() -> None:
+    make: Callable[[], Distillation] = lambda: module({"gkd": gkd(0.6), "all": gkd()}, double=False)  # noqa: E731
+    one = fit(make(), Chats(whole=True), **on("ddp 1 exact 4"))
+    two = fit(make(), Chats(whole=True), **on("ddp 2 exact 4"))
+    assert_same(weights(one), weights(two))
+    alone = fit(module({"gkd": gkd(0.6)}, double=False), Chats(whole=True), **on("ddp 2 exact 4"))
+    company = {key: x for key, x in weights(one).items() if ".gkd." in key}
+    assert_same({key: x for key, x in weights(alone).items() if ".gkd." in key}, company)
+
+
+def test_accumulated_batches_are_one_batch() -> None:
+    make = lambda: module({"gkd": gkd(0.5), "kd": Hinton()})  # noqa: E731
+    whole = fit(make(), Chats(24, 12), max_epochs=3)
+    parts = fit(make(), Chats(24, 4), max_epochs=3, accumulate_grad_batches=3)
+    assert_same(weights(whole), weights(parts), atol=1e-9)
+
+
+def test_a_student_alone_is_one_in_company() -> None:
+    company = fit(module({"gkd": gkd(0.7), "reverse": gkd(beta=1.0), "ce": CrossEntropy()}), Chats())
+    alone = fit(module({"gkd": gkd(0.7)}), Chats())
+    mine = {key: x for key, x in weights(company).items() if ".gkd." in key}
+    assert_same({key: x for key, x in weights(alone).items() if ".gkd." in key}, mine, atol=1e-12)
+
+
+def test_a_batch_in_which_nothing_is_written_teaches_nothing() -> None:
+    students = module({"gkd": gkd()}).train()
+    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
+    batch = batch._replace(labels=batch.labels.clone().fill_(IGNORED), label_weight=1.0)
+    loss, parts = students.shard_step(batch)
+    loss.backward()
+    assert loss == 0
+    assert all(x.isfinite().all() for x in parts.values())
+    assert all(not p.grad.any() for p in students.students["gkd"].parameters() if p.grad is not None)
+
+
+def test_what_can_not_write_is_refused() -> None:
+    for name, value in {"on_policy": 1.5, "max_new_tokens": 0, "sampling_temperature": -1.0}.items():
+        with pytest.raises(BadInput, match=f"{name} {value}: expected"):
+            GKD(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="objectives GKD: expected parts with on_policy 0"):
+        Sum([GKD(on_policy=0.5), Hinton()])
+    with pytest.raises(BadInput, match=r"variants.a.on_policy 0.5: expected 0 for inputs that are no texts"):
+        Distillation(net(), {"a": (net(seed=2), GKD(on_policy=0.5))}, SHAPE)
