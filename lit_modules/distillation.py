@@ -335,13 +335,18 @@ class Distillation(OnPolicyLearner):
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
-        teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
+        parts = self.parts_alone(run, batch)
+        taught = [self._ask_teacher(part.inputs) if self.uses_teacher else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
         def step() -> Tensor:
             student.zero_grad()
-            rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
-            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)[0])
+            loss = torch.zeros((), device=self.device)
+            for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
+                rows = student.rows(run, teacher, {run: student(part.inputs), **peers}, part)
+                total, _ = student.losses(rows, self._place(part), part.label_weight, part.class_weights)
+                loss = loss + part.mean(total)
+            return loss
 
         return step

@@ -80,6 +80,8 @@ class OnPolicyLearner(AveragingLearner):
                 if input_dtype.is_floating_point:
                     raise BadInput(flag, share, "0 for inputs that are no texts")
                 check_writer(student.net, f"variants.{name}")
+            if writers := [peer for peer in student.objective.peers if self.students[peer].objective.on_policy]:
+                raise BadInput(f"variants.{name}.peers", writers[0], "students with on_policy 0, which see the data")
 
     # ---- a batch's texts: first each part of it, then their numbers, then the losses
 
@@ -145,6 +147,19 @@ class OnPolicyLearner(AveragingLearner):
             loss = loss + part * self._share(name)
             parts |= {what: x for what, x in values.items() if what.startswith(f"{name}/")}
         return loss, parts
+
+    def parts_alone(self, run: str, batch: Batch) -> list[Batch]:
+        """What a student learns from in a step whose cost is measured: it continues `on_policy` of the rows."""
+        count = round(self.students[run].objective.on_policy * len(batch.inputs))
+        if not count:
+            return [batch]
+        rows = batch.part(0, count)
+        prompts = prompt_lengths(rows.labels)
+        written = self._continue(run, rows, prompts)
+        texts = join_texts(rows, prompts, written)
+        weight = texts.inputs.shape[1] * count / max(int(written.lengths.sum()), 1)
+        rest = batch.part(count, len(batch.inputs))
+        return [texts._replace(label_weight=weight), *([rest] if len(rest.inputs) else [])]
 
     def _score(self, texts: Texts) -> dict[str, Outputs]:
         """The teacher's outputs for texts of students, by one pass; shard by shard, by one for each.

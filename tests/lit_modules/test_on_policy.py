@@ -1,28 +1,32 @@
 """Students that learn from what they write: the loss is a formula's, on any number of ranks, alone or in company."""
 
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from apprentice import replicas
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
+from datamodules import Chat
+from datamodules.chat_templates import END
+from harness.runs.safepoints import SafePoints
 from lit_modules.distillation import Distillation
 from lit_modules.nets.generation import Sampling, generate, row_keys
-from lit_modules.objectives import GKD, CrossEntropy, Hinton, Objective, Sum
+from lit_modules.objectives import DML, GKD, CrossEntropy, Hinton, Objective, Sum
 from lit_modules.on_policy import join_texts, prompt_lengths
 from lit_modules.tasks import Tokens
+from strategies import FSDP
+from tests.chats import chat, rows, write_lines
+from tests.commands import kill_at, lasting, nets, results, start
 from tests.language import gpt
 from tests.training import SHAPE, assert_same, fit, net, on, outcome, weights
 
-V, T, ENDS = 11, 10, (2, 9)
+V, ENDS = 256, (ord(END), *range(128, 160))  # a net that knows nothing seldom ends a response by one token
 
 
 def sharp(module: nn.Module) -> nn.Module:
@@ -32,46 +36,26 @@ def sharp(module: nn.Module) -> nn.Module:
     return module
 
 
-class Rows:
-    """Batches of prompts and responses of several lengths, as a data module of texts gives them."""
-
-    def __init__(self, size: int, batch_size: int) -> None:
-        generator = torch.Generator().manual_seed(4)
-        self.inputs = torch.randint(V, (size, T), generator=generator)
-        ends = torch.randint(3, T + 1, (size,), generator=generator)
-        starts = (torch.rand(size, generator=generator) * (ends - 1)).long()
-        places = torch.arange(T)
-        counts = (places >= starts[:, None]) & (places < ends[:, None])
-        self.labels = torch.randint(V, (size, T), generator=generator).where(counts, IGNORED)
-        self.labels[1] = IGNORED  # a text without a response
-        self.size, self.batch_size = size, batch_size
-
-    def batches(self, rank: int, ranks: int, whole: bool) -> list[Batch]:
-        chunks = torch.arange(self.size).split(self.batch_size)
-        return [self._batch(step, chunk, rank, 1 if whole else ranks) for step, chunk in enumerate(chunks)]
-
-    def _batch(self, step: int, chunk: Tensor, rank: int, ranks: int) -> Batch:
-        counted = int((self.labels[chunk] >= 0).sum())
-        mine = torch.arange(len(chunk))[rank if ranks > 1 else 0 :: ranks]
-        index = chunk[mine]
-        weight = T * len(chunk) / counted
-        return Batch(self.inputs[index], self.labels[index], index, mine, len(chunk), ranks, step, weight)
+def chats(folder: Path, batch_size: int = 6, **options: Any) -> Chat:
+    """18 conversations that train, of prompts and responses of several lengths."""
+    return chat(folder, 26, 3, **{"batch_size": batch_size, "max_length": 40} | options)
 
 
-class Chats(LightningDataModule):
-    def __init__(self, size: int = 18, batch_size: int = 6, whole: bool = False) -> None:
-        super().__init__()
-        self.rows, self.whole = Rows(size, batch_size), whole
-
-    def train_dataloader(self) -> Any:
-        batches = self.rows.batches(replicas.rank(), replicas.count(), self.whole)
-        return DataLoader(batches, batch_size=None, collate_fn=None)  # type: ignore[arg-type]
+def first_batch(folder: Path) -> Batch:
+    """The first batch of 6, whose second text has no response."""
+    batch = next(iter(chats(folder).train_dataloader()))
+    batch.labels[1] = IGNORED
+    counted = int((batch.labels >= 0).sum())
+    return batch._replace(label_weight=batch.labels.numel() / counted)
 
 
 def module(objectives: dict[str, Objective], double: bool = True, **options: Any) -> Distillation:
-    teacher = sharp(gpt(block_size=16, seed=7))
-    students = {name: (sharp(gpt(block_size=16, num_layers=1)), objective) for name, objective in objectives.items()}
-    options = {"input_shape": (T,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64} | options
+    teacher = sharp(gpt(vocab_size=V, block_size=40, seed=7))
+    students = {
+        name: (sharp(gpt(vocab_size=V, block_size=40, num_layers=1)), objective)
+        for name, objective in objectives.items()
+    }
+    options = {"input_shape": (16,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64} | options
     made = Distillation(teacher, students, end_tokens=ENDS, seed=3, **options)
     return made.double() if double else made
 
@@ -97,9 +81,9 @@ def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tup
     return torch.cat(values).mean()
 
 
-def test_the_loss_is_the_formulas() -> None:
+def test_the_loss_is_the_formulas(tmp_path: Path) -> None:
     students = module({"gkd": gkd(), "ce": CrossEntropy()})
-    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
+    batch = first_batch(tmp_path)
     loss, parts = students.train().shard_step(batch)
     expected = loss_by_hand(students.students["gkd"].net, students.teacher, batch, (0, 0))
     assert parts["gkd/loss"].mean().item() == pytest.approx(expected.item(), rel=1e-10)
@@ -111,9 +95,9 @@ def test_the_loss_is_the_formulas() -> None:
     assert all(p.grad is None for p in students.teacher.parameters())
 
 
-def test_texts_join_the_prompt_with_what_was_written() -> None:
-    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
-    prompts, student = prompt_lengths(batch.labels), sharp(gpt())
+def test_texts_join_the_prompt_with_what_was_written(tmp_path: Path) -> None:
+    batch = first_batch(tmp_path)
+    prompts, student = prompt_lengths(batch.labels), sharp(gpt(vocab_size=V, block_size=40))
     written = generate(student, batch.inputs, prompts, 4, row_keys(batch.index, 0), Sampling(), ENDS)
     texts = join_texts(batch, prompts, written)
     assert prompts[1] == written.lengths[1] == 0
@@ -142,40 +126,41 @@ def test_the_share_of_batches_is_drawn_by_the_step() -> None:
 @pytest.mark.parametrize("place", ["ddp 2", "ddp 3", "ddp 1 exact 4", "ddp 2 exact 4"])
 def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path) -> None:
     make = lambda: module({"gkd": gkd(0.6), "kd": Hinton(), "reverse": gkd(1.0, beta=1.0)})  # noqa: E731
+    (logs := tmp_path / "logs").mkdir()
     tags = ["gkd/train/loss", "reverse/train/loss"]
-    one = outcome(make(), Chats(), tmp_path, tags)
-    other = outcome(make(), Chats(whole="exact" in place), tmp_path, tags, **on(place))
+    one = outcome(make(), chats(tmp_path), logs, tags)
+    other = outcome(make(), chats(tmp_path), logs, tags, **on(place))
     assert other[0] == pytest.approx(one[0], abs=1e-9, rel=0)
     assert_same(one[1], other[1], atol=1e-9)
 
 
-def test_exact_gives_the_same_bits() -> None:
+def test_exact_gives_the_same_bits(tmp_path: Path) -> None:
     make: Callable[[], Distillation] = lambda: module({"gkd": gkd(0.6), "all": gkd()}, double=False)  # noqa: E731
-    one = fit(make(), Chats(whole=True), **on("ddp 1 exact 4"))
-    two = fit(make(), Chats(whole=True), **on("ddp 2 exact 4"))
+    one = fit(make(), chats(tmp_path), **on("ddp 1 exact 4"))
+    two = fit(make(), chats(tmp_path), **on("ddp 2 exact 4"))
     assert_same(weights(one), weights(two))
-    alone = fit(module({"gkd": gkd(0.6)}, double=False), Chats(whole=True), **on("ddp 2 exact 4"))
+    alone = fit(module({"gkd": gkd(0.6)}, double=False), chats(tmp_path), **on("ddp 2 exact 4"))
     company = {key: x for key, x in weights(one).items() if ".gkd." in key}
     assert_same({key: x for key, x in weights(alone).items() if ".gkd." in key}, company)
 
 
-def test_accumulated_batches_are_one_batch() -> None:
+def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
     make = lambda: module({"gkd": gkd(0.5), "kd": Hinton()})  # noqa: E731
-    whole = fit(make(), Chats(24, 12), max_epochs=3)
-    parts = fit(make(), Chats(24, 4), max_epochs=3, accumulate_grad_batches=3)
+    whole = fit(make(), chats(tmp_path, 9), max_epochs=3)
+    parts = fit(make(), chats(tmp_path, 3), max_epochs=3, accumulate_grad_batches=3)
     assert_same(weights(whole), weights(parts), atol=1e-9)
 
 
-def test_a_student_alone_is_one_in_company() -> None:
-    company = fit(module({"gkd": gkd(0.7), "reverse": gkd(beta=1.0), "ce": CrossEntropy()}), Chats())
-    alone = fit(module({"gkd": gkd(0.7)}), Chats())
+def test_a_student_alone_is_one_in_company(tmp_path: Path) -> None:
+    company = fit(module({"gkd": gkd(0.7), "reverse": gkd(beta=1.0), "ce": CrossEntropy()}), chats(tmp_path))
+    alone = fit(module({"gkd": gkd(0.7)}), chats(tmp_path))
     mine = {key: x for key, x in weights(company).items() if ".gkd." in key}
     assert_same({key: x for key, x in weights(alone).items() if ".gkd." in key}, mine, atol=1e-12)
 
 
-def test_a_batch_in_which_nothing_is_written_teaches_nothing() -> None:
+def test_a_batch_in_which_nothing_is_written_teaches_nothing(tmp_path: Path) -> None:
     students = module({"gkd": gkd()}).train()
-    batch = Rows(6, 6).batches(0, 1, whole=True)[0]
+    batch = first_batch(tmp_path)
     batch = batch._replace(labels=batch.labels.clone().fill_(IGNORED), label_weight=1.0)
     loss, parts = students.shard_step(batch)
     loss.backward()
@@ -192,3 +177,34 @@ def test_what_can_not_write_is_refused() -> None:
         Sum([GKD(on_policy=0.5), Hinton()])
     with pytest.raises(BadInput, match=r"variants.a.on_policy 0.5: expected 0 for inputs that are no texts"):
         Distillation(net(), {"a": (net(seed=2), GKD(on_policy=0.5))}, SHAPE)
+    with pytest.raises(BadInput, match=r"variants.dml.peers gkd: expected students with on_policy 0"):
+        module({"gkd": gkd(), "dml": DML(["gkd"])})
+    with pytest.raises(BadInput, match=r"strategy FSDP: expected methods with on_policy 0, or ddp"):
+        FSDP().check_module(module({"gkd": gkd()}))
+
+
+NETS = [
+    "--teacher", "GPT", "--teacher.num_layers", "1", "--teacher.embed_dim", "16", "--teacher.num_heads", "2",
+    "--student", "GPT", "--student.num_layers", "1", "--student.embed_dim", "8", "--student.num_heads", "2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [[], ["--exact", "3"]], ids=["plain", "exact"])
+def test_a_killed_run_ends_with_the_same_texts(exact: list[str], tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", rows(40, 4))
+    flags = [
+        "--data", "Chat", "--data.path", str(path), "--data.max_length", "60", "--data.validation_size", "4",
+        "--data.test_size", "4", *NETS, "--only", "ce", "gkd", "--variants.gkd", "GKD", "--variants.gkd.on_policy",
+        "0.6", "--variants.gkd.max_new_tokens", "6", "--seeds", "1", "--trainer.max_epochs", "2", *exact,
+        "--checkpoint_every", "1e-9", "--trainer.log_every_n_steps", "1",
+    ]  # fmt: skip
+    start(tmp_path / "whole", *flags).check()
+    out = tmp_path / "run"
+    killed = kill_at(SafePoints, "on_train_batch_start", 6, after=True, since=out / "seed0" / "teacher.json")
+    start(out, *flags, before=killed).check(-signal.SIGKILL)
+    assert (out / "seed0" / "students.ckpt").exists()
+    more = ["--trainer.devices", "2"] if exact else []
+    start(out, *flags, *more, "--resume", "true").check()
+    assert_same(nets(out), nets(tmp_path / "whole"))
+    assert lasting(results(out)) == lasting(results(tmp_path / "whole"))
