@@ -23,6 +23,7 @@ from lit_modules.tasks import Tokens
 from strategies import FSDP
 from tests.chats import chat, rows, write_lines
 from tests.commands import kill_at, lasting, nets, results, start
+from tests.grids import mostly_slow
 from tests.language import gpt
 from tests.training import SHAPE, assert_same, fit, net, on, outcome, weights
 
@@ -123,7 +124,7 @@ def test_the_share_of_batches_is_drawn_by_the_step() -> None:
     assert students.writers() == []
 
 
-@pytest.mark.parametrize("place", ["ddp 2", "ddp 3", "ddp 1 exact 4", "ddp 2 exact 4"])
+@pytest.mark.parametrize("place", mostly_slow(["ddp 2", "ddp 3", "ddp 1 exact 4", "ddp 2 exact 4"], "ddp 2"))
 def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path) -> None:
     make = lambda: module({"gkd": gkd(0.6), "kd": Hinton(), "reverse": gkd(1.0, beta=1.0)})  # noqa: E731
     (logs := tmp_path / "logs").mkdir()
@@ -134,6 +135,7 @@ def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path)
     assert_same(one[1], other[1], atol=1e-9)
 
 
+@pytest.mark.slow
 def test_exact_gives_the_same_bits(tmp_path: Path) -> None:
     make: Callable[[], Distillation] = lambda: module({"gkd": gkd(0.6), "all": gkd()}, double=False)  # noqa: E731
     one = fit(make(), chats(tmp_path), **on("ddp 1 exact 4"))
@@ -151,6 +153,7 @@ def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
     assert_same(weights(whole), weights(parts), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_student_alone_is_one_in_company(tmp_path: Path) -> None:
     company = fit(module({"gkd": gkd(0.7), "reverse": gkd(beta=1.0), "ce": CrossEntropy()}), chats(tmp_path))
     alone = fit(module({"gkd": gkd(0.7)}), chats(tmp_path))
