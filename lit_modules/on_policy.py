@@ -90,11 +90,14 @@ class OnPolicyLearner(AveragingLearner):
         if not (names := self.writers()):
             return
         batch = self._part(batch)
-        if getattr(batch, "starts", None) is not None:
-            raise BadInput(f"variants.{names[0]}.on_policy", "packed texts", "rows of one text each, or on_policy 0")
+        if batch.starts is not None:
+            self.check_packed()
         prompts = prompt_lengths(batch.labels)
         written = {name: self._continue(name, batch, prompts) for name in names}
-        counts = [len(prompts), label_mask(batch.labels).sum(), *(texts.lengths.sum() for texts in written.values())]
+        in_rows = label_mask(batch.labels).sum(1), *(texts.lengths for texts in written.values())
+        if isinstance(batch.label_weight, Tensor):  # texts count alike
+            in_rows = tuple(x > 0 for x in in_rows)
+        counts = [len(prompts), *(x.sum() for x in in_rows)]
         self._counts.append(torch.stack([torch.as_tensor(x, device=prompts.device) for x in counts]) * counted)
         self._texts[_first(batch)] = {
             name: join_texts(batch, prompts, texts) for name, texts in written.items()
@@ -132,8 +135,7 @@ class OnPolicyLearner(AveragingLearner):
             self.write(batch)
             self.count_written()
         texts = self._texts.get(_first(batch), {})
-        whole = {name: self._rows / max(self._tokens[name], 1) for name in texts}
-        return {name: x._replace(label_weight=x.inputs.shape[1] * whole[name]) for name, x in texts.items()}
+        return {name: weigh_texts(x, self._rows / max(self._tokens[name], 1)) for name, x in texts.items()}
 
     def shard_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         batch = self._part(batch)
@@ -157,9 +159,8 @@ class OnPolicyLearner(AveragingLearner):
         prompts = prompt_lengths(rows.labels)
         written = self._continue(run, rows, prompts)
         texts = join_texts(rows, prompts, written)
-        weight = texts.inputs.shape[1] * count / max(int(written.lengths.sum()), 1)
         rest = batch.part(count, len(batch.inputs))
-        return [texts._replace(label_weight=weight), *([rest] if len(rest.inputs) else [])]
+        return [weigh_texts(texts, count / max(int(written.lengths.sum()), 1)), *([rest] if len(rest.inputs) else [])]
 
     def _score(self, texts: Texts) -> dict[str, Outputs]:
         """The teacher's outputs for texts of students, by one pass; shard by shard, by one for each.
@@ -180,6 +181,10 @@ class OnPolicyLearner(AveragingLearner):
         return parts
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
+        raise NotImplementedError
+
+    def check_packed(self) -> None:
+        """Raise BadInput for students that can't learn from rows of several texts."""
         raise NotImplementedError
 
     def active(self) -> tuple[bool, Sequence[str]]:
@@ -221,6 +226,17 @@ def _cut(x: Tensor, rows: slice, width: int, columns: int) -> Tensor:
     """Return some rows of outputs, of those for texts that were padded to a width the first columns."""
     x = x[rows]
     return x[:, :columns] if x.dim() > 1 and x.shape[1] == width else x
+
+
+def weigh_texts(texts: Batch, share: float) -> Batch:
+    """Return texts with their `label_weight`, given the rows of the global batch for each token, or text, that counts.
+
+    Texts count alike where those of the data do.
+    """
+    weight, counts = texts.inputs.shape[1] * share, label_mask(texts.labels)
+    if not isinstance(texts.label_weight, Tensor):
+        return texts._replace(label_weight=weight)
+    return texts._replace(label_weight=counts * (weight / counts.sum(1, keepdim=True).clamp(min=1).double()))
 
 
 def prompt_lengths(labels: Tensor) -> Tensor:

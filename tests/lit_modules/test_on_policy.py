@@ -14,6 +14,7 @@ from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from datamodules import Chat
 from datamodules.chat_templates import END
+from datamodules.text_loaders import weigh_sequences
 from harness.runs.safepoints import SafePoints
 from lit_modules.distillation import Distillation
 from lit_modules.nets.generation import Sampling, generate, row_keys
@@ -65,8 +66,8 @@ def gkd(on_policy: float = 1.0, **options: Any) -> GKD:
     return GKD(**{"beta": 0.3, "on_policy": on_policy, "max_new_tokens": 5} | options)
 
 
-def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tuple[int, int]) -> Tensor:
-    """The divergence of each token that a student has written, text by text, over their number."""
+def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tuple[int, int], by_text: bool) -> Tensor:
+    """The divergence of each token that a student has written, text by text, over their number; or texts' means."""
     values, beta = [], 0.3
     for row in range(len(batch.inputs)):
         counted = (batch.labels[row] >= 0).nonzero()
@@ -79,14 +80,17 @@ def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tup
         p, q = (net.eval()(text[None, :-1])[0, len(prompt) - 1 :].softmax(-1) for net in (teacher, student))
         m = beta * p + (1 - beta) * q
         values += [(beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1))]
-    return torch.cat(values).mean()
+    return torch.stack([x.mean() for x in values]).mean() if by_text else torch.cat(values).mean()
 
 
-def test_the_loss_is_the_formulas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_text", [False, True])
+def test_the_loss_is_the_formulas(by_text: bool, tmp_path: Path) -> None:
     students = module({"gkd": gkd(), "ce": CrossEntropy()})
     batch = first_batch(tmp_path)
+    if by_text:
+        batch = batch._replace(label_weight=weigh_sequences(batch.labels, torch.zeros_like(batch.labels), 6 / 5))
     loss, parts = students.train().shard_step(batch)
-    expected = loss_by_hand(students.students["gkd"].net, students.teacher, batch, (0, 0))
+    expected = loss_by_hand(students.students["gkd"].net, students.teacher, batch, (0, 0), by_text)
     assert parts["gkd/loss"].mean().item() == pytest.approx(expected.item(), rel=1e-10)
     loss.backward()
     found = [p.grad.clone() for p in students.students["gkd"].net.parameters()]
@@ -182,6 +186,8 @@ def test_what_can_not_write_is_refused() -> None:
         Distillation(net(), {"a": (net(seed=2), GKD(on_policy=0.5))}, SHAPE)
     with pytest.raises(BadInput, match=r"variants.dml.peers gkd: expected students with on_policy 0"):
         module({"gkd": gkd(), "dml": DML(["gkd"])})
+    with pytest.raises(BadInput, match=r"variants.gkd.on_policy 1.0: expected 0, or --data.pack false"):
+        module({"gkd": gkd()}).check_packed()
     with pytest.raises(BadInput, match=r"strategy FSDP: expected methods with on_policy 0, or ddp"):
         FSDP().check_module(module({"gkd": gkd()}))
 
