@@ -1,6 +1,6 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -45,12 +45,14 @@ class Student(nn.Module):
 
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
+        of_rows: the terms with one value for a whole row of tokens; known after `build`.
     """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
+        self.of_rows: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
@@ -72,7 +74,7 @@ class Student(nn.Module):
         return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
 
     def losses(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None = None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
 
@@ -85,7 +87,7 @@ class Student(nn.Module):
         return relate(terms, rows, place.rows, place.count)
 
     def _terms(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
@@ -147,7 +149,7 @@ class Student(nn.Module):
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
             condensed = teacher and condense_teacher(teacher, {"": objective})
-            check_rows(objective, outputs, condensed, flag)
+            self.of_rows = check_rows(objective, outputs, condensed, flag)
             check_gradient(objective, outputs, condensed, flag)
             if condensed is not None and not condensed.logits.isfinite().all():
                 check_finite(objective, outputs, condensed, flag)
@@ -187,6 +189,14 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
                 shared = f"its {path.partition('.')[2]} is also a parameter of {owners[parameter]}"
                 raise BadInput(f"variants.{name}", type(student.net).__name__, f"a net of its own; {shared}")
         owners |= dict.fromkeys(student.parameters(), f"student {name}")
+
+
+def zero_of(students: Iterable[nn.Module], device: torch.device) -> Tensor:
+    """Return zero, with a gradient of zero for every parameter of students that are idle: DDP waits for each."""
+    idle = (p for student in students for p in student.parameters())
+    here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    zero = torch.zeros((), device=device, requires_grad=True)
+    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
 
 
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:

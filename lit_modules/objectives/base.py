@@ -90,6 +90,7 @@ class Place(NamedTuple):
     samples: int | None = None  # in the training set, if `index` is known; also in `build`
     peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
     counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
+    is_written: bool = False  # whether the texts are the student's own: their labels teach nothing
 
 
 class Objective(Recorded, nn.Module, ABC):
@@ -110,6 +111,8 @@ class Objective(Recorded, nn.Module, ABC):
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
         peers: names of students whose outputs it reads from `place.peers`.
+        on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
+            writes itself, drawn at the `sampling_temperature`.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
         place: the point in training, set before each call of `forward`, `build` and `after_batch`.
     """
@@ -122,6 +125,9 @@ class Objective(Recorded, nn.Module, ABC):
     fewest_related: int = 1
     needs_labels: bool = False
     peers: Sequence[str] = ()
+    on_policy: float = 0.0
+    max_new_tokens: int = 1
+    sampling_temperature: float = 1.0
     search: Mapping[str, Space] = space()
     place: Place = Place()
 
@@ -252,7 +258,7 @@ def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outpu
 
 
 def weighted_sum(
-    terms: Mapping[str, Term], labels: Tensor, label_weight: float | None = None
+    terms: Mapping[str, Term], labels: Tensor, label_weight: float | Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss (b,), and each term's values (b,), by `average_labelled` for texts and labelled terms."""
     of_tokens = labels.dim() > 1
@@ -264,16 +270,22 @@ def weighted_sum(
     return total, values
 
 
-def average_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> Tensor:
+def average_labelled(values: Tensor, labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
     """Return (b,) values whose mean over a global batch is that over its labels that count (see `Batch.label_weight`).
 
     Values are (b,) or, for each token of texts, (b, T); labels (b,) or (b, T). Without such labels the mean is 0.
     """
-    if label_weight is not None:
-        counts, values = label_mask(labels), values * label_weight
-        if values.dim() < counts.dim():  # of whole texts
-            values, counts = values * counts.to(values.dtype).mean(1), counts.any(1)
-        values = values.where(counts, 0.0)
+    if label_weight is None:
+        return values.mean(1) if values.dim() > 1 else values
+    counts = label_mask(labels)
+    of_texts = values.dim() < counts.dim()
+    if isinstance(label_weight, Tensor):  # 0 where a label does not count
+        weights = label_weight.to(values.dtype)
+        values = values * (weights.mean(1) if of_texts else weights)
+    else:
+        values = values * label_weight
+        values = values * counts.to(values.dtype).mean(1) if of_texts else values
+    values = values.where(counts.any(1) if of_texts else counts, 0.0)
     return values.mean(1) if values.dim() > 1 else values
 
 
@@ -282,7 +294,7 @@ def weigh_classes(values: Tensor, labels: Tensor, class_weights: Tensor | None) 
     return values if class_weights is None else values * class_weights[labels].to(values.dtype)
 
 
-def fill_uncounted(labels: Tensor, label_weight: float | None) -> Tensor:
+def fill_uncounted(labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
     """Return the labels, 0 where they do not count."""
     return labels if label_weight is None else labels.where(label_mask(labels), 0)
 
