@@ -37,7 +37,6 @@ from harness.studies.choices import (
     judged_by,
     tell_direction,
 )
-from harness.studies.deploy.language import write_language_models
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
 from harness.studies.pruning import Pruning
@@ -155,7 +154,6 @@ class BakeOff:
         if is_main_process():
             log_means(self.session, names)
             self._report(list(records.values()), search)
-            write_language_models(self.session, map(row_of, self.teachers), self.arms)
 
     def launch(self, plans: Iterable[FitPlan]) -> None:
         """With `--launcher`, run the fits that are not finished as jobs; `fit` then has their records."""
