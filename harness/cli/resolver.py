@@ -99,10 +99,10 @@ class Resolver:
         `others` are the classes from which it was chosen: an unknown option may be one of theirs.
         """
 
-        def expected(name: str) -> str:
+        def alternatives(name: str) -> str:
             return signature.alternatives(name) + (others.having(name, key) if others else "")
 
-        self._find_unknown(key, signature.hints, expected)
+        self._find_unknown(key, signature.hints, alternatives)
         values = {}
         for name, default in {**signature.defaults, **sets}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]
