@@ -347,7 +347,7 @@ class Distillation(OnPolicyLearner):
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
         parts = self.parts_alone(run, batch)
-        taught = [self._ask_teacher(part.inputs) if self.uses_teacher else None for part in parts]
+        taught = [self._ask_teacher(part.inputs) if student.objective.uses_teacher else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
