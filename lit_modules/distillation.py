@@ -27,8 +27,9 @@ from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
-from lit_modules.tasks import LABELLED, Classification, Task
+from lit_modules.tasks import LABELLED, Classification, Task, Tokens
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
+from lit_modules.token_losses import InChunks, Losses
 
 
 class Distillation(AveragingLearner):
@@ -58,6 +59,8 @@ class Distillation(AveragingLearner):
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
+        loss_chunk: of texts, for how many tokens logits are held at once in training; 0: for all of a batch; default:
+            128 if there are 4,096 tokens or more in the vocabulary.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
@@ -88,6 +91,7 @@ class Distillation(AveragingLearner):
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
+        loss_chunk: int | None = None,
     ) -> None:
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -104,6 +108,7 @@ class Distillation(AveragingLearner):
         check_parameters(self.teacher, self.students)
         self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
         self._storing, self._comparing = False, False
+        self._chunks = InChunks(loss_chunk, num_classes if isinstance(self.task, Tokens) else 0)
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
@@ -148,6 +153,7 @@ class Distillation(AveragingLearner):
             outputs = teacher and teacher.match_dtype(student.net)
             student.build(example, outputs, self.seed, flag, self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
+        self._chunks.choose(self.teacher, self.students, example)
 
     @property
     def _objectives(self) -> dict[str, Objective]:
@@ -186,7 +192,9 @@ class Distillation(AveragingLearner):
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
-            return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
+            chunks = self._chunks if self.training and not self._storing else InChunks(0, 0)
+            outputs, hidden = chunks.run_teacher(self.teacher, inputs, self._teacher_layers)
+            return condense_teacher(outputs, self._objectives).with_features(hidden)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -296,16 +304,23 @@ class Distillation(AveragingLearner):
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         loss, place = self._zero_of_inactive(), self._place(batch)
-        for name, student in self.students.items():
-            if name in self.inactive:
-                continue
-            rows = student.rows(name, teacher, students, batch)
-            total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
-            loss = loss + self.loss_scales.scaled(name, batch.mean(total))
+        active = {name: student for name, student in self.students.items() if name not in self.inactive}
+        chunked = self._chunks.losses(active, students, (teacher, self.teacher), batch, place)
+        for name, student in active.items():
+            part, total, values = chunked.get(name) or self._whole_losses(name, student, teacher, students, batch)
+            loss = loss + self.loss_scales.scaled(name, part)
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
         return loss, parts
+
+    def _whole_losses(
+        self, name: str, student: Student, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch
+    ) -> Losses:
+        """The losses of a student from the logits of all rows."""
+        rows = student.rows(name, teacher, students, batch)
+        total, values = student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)
+        return Losses(batch.mean(total), total, values)
 
     def _place(self, batch: Batch) -> Place:
         done = self.batches_done
@@ -343,7 +358,8 @@ class Distillation(AveragingLearner):
 
         def step() -> Tensor:
             student.zero_grad()
-            rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
-            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)[0])
+            outputs = {run: student(batch.inputs), **peers}
+            chunked = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), batch, self._place(batch))
+            return (chunked.get(run) or self._whole_losses(run, student, teacher, outputs, batch)).part
 
         return step

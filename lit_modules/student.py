@@ -13,6 +13,7 @@ from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming, reason
 from apprentice.relations import relate
 from lit_modules.nets import Outputs, globalise, layer, run
+from lit_modules.nets.token_head import TokenHead, is_whole, run_before_head
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import (
@@ -45,12 +46,14 @@ class Student(nn.Module):
 
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
+        token_head: of a language model whose losses are computed in chunks, the head that is left out in training.
     """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
+        self.token_head: TokenHead | None = None
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
@@ -58,6 +61,8 @@ class Student(nn.Module):
 
     def raw(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features of the layers that the objective reads."""
+        if self.training and self.token_head is not None and is_whole(self.net, self.token_head):
+            return run_before_head(self.net, self.token_head, inputs)
         return run(self.net, inputs, set(self.objective.student_layers.values()))
 
     def rows(self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch) -> Rows:
