@@ -26,10 +26,10 @@ from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
-from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
+from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
 from lit_modules.tasks import LABELLED, Classification, Task, Tokens
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
-from lit_modules.token_losses import InChunks, Losses
+from lit_modules.token_losses import InChunks
 
 
 class Distillation(AveragingLearner):
@@ -118,13 +118,8 @@ class Distillation(AveragingLearner):
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
-        # What objectives keep is the same on every rank; DDP would send it before each forward.
-        self._ddp_params_and_buffers_to_ignore = [
-            f"{path}.{key}"
-            for path, module in self.named_modules()
-            if isinstance(module, Objective)
-            for key, _ in module.named_buffers(recurse=False)
-        ] + [f"averages.{key}" for key in self.averages.state_dict()]
+        averages = [f"averages.{key}" for key in self.averages.state_dict()]
+        self._ddp_params_and_buffers_to_ignore = [*list_kept(self), *averages]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -307,20 +302,12 @@ class Distillation(AveragingLearner):
         active = {name: student for name, student in self.students.items() if name not in self.inactive}
         chunked = self._chunks.losses(active, students, (teacher, self.teacher), batch, place)
         for name, student in active.items():
-            part, total, values = chunked.get(name) or self._whole_losses(name, student, teacher, students, batch)
+            part, total, values = chunked.get(name) or student.step_losses(name, teacher, students, batch, place)
             loss = loss + self.loss_scales.scaled(name, part)
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
         return loss, parts
-
-    def _whole_losses(
-        self, name: str, student: Student, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch
-    ) -> Losses:
-        """The losses of a student from the logits of all rows."""
-        rows = student.rows(name, teacher, students, batch)
-        total, values = student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)
-        return Losses(batch.mean(total), total, values)
 
     def _place(self, batch: Batch) -> Place:
         done = self.batches_done
@@ -344,10 +331,7 @@ class Distillation(AveragingLearner):
 
     def _zero_of_inactive(self) -> Tensor:
         """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
-        idle = [p for name in self.inactive for p in self.students[name].parameters()]
-        here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
-        zero = torch.zeros((), device=self.device, requires_grad=True)
-        return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
+        return zero_of((p for name in self.inactive for p in self.students[name].parameters()), self.device)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
@@ -358,8 +342,8 @@ class Distillation(AveragingLearner):
 
         def step() -> Tensor:
             student.zero_grad()
-            outputs = {run: student(batch.inputs), **peers}
-            chunked = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), batch, self._place(batch))
-            return (chunked.get(run) or self._whole_losses(run, student, teacher, outputs, batch)).part
+            outputs, place = {run: student(batch.inputs), **peers}, self._place(batch)
+            chunked = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), batch, place)
+            return (chunked.get(run) or student.step_losses(run, teacher, outputs, batch, place)).part
 
         return step

@@ -1,6 +1,6 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,6 +41,14 @@ class Rows(NamedTuple):
     mixed: tuple[Mixed, ...]  # the second labels of mixed samples; () if they are not mixed
 
 
+class Losses(NamedTuple):
+    """What a step needs of a student's loss."""
+
+    part: Tensor  # this rank's part of the global mean, with its gradient
+    total: Tensor  # (b,)
+    values: dict[str, Tensor]  # of each term (b,), and as `CE` cross-entropies, one a label
+
+
 class Student(nn.Module):
     """A net and its objective; the objective's parameters train with the net and are not exported.
 
@@ -75,6 +83,14 @@ class Student(nn.Module):
             sources[peer] = students[peer].widen().map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
         return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
+
+    def step_losses(
+        self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch, place: Place
+    ) -> Losses:
+        """The losses of this student from the outputs of all for a rank's rows."""
+        rows = self.rows(name, teacher, students, batch)
+        total, values = self.losses(rows, place, batch.label_weight, batch.class_weights)
+        return Losses(batch.mean(total), total, values)
 
     def losses(
         self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None = None
@@ -211,3 +227,16 @@ def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
         if unknown := [peer for peer in objective.peers if peer not in peers]:
             listed = ", ".join(peers) or "there are none"
             raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")
+
+
+def list_kept(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of objectives, which are the same on every rank: DDP need not send them."""
+    objectives = ((path, part) for path, part in module.named_modules() if isinstance(part, Objective))
+    return [f"{path}.{key}" for path, part in objectives for key, _ in part.named_buffers(recurse=False)]
+
+
+def zero_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Return zero, with a gradient of zero for parameters that are neither sharded nor on another rank."""
+    here = (p for p in parameters if type(p) is nn.Parameter and not p.is_meta)
+    zero = torch.zeros((), device=device, requires_grad=True)
+    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)

@@ -6,6 +6,7 @@ computed twice, and of float32 numbers (tokens, V) there are those of a chunk al
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +15,16 @@ from torch import Tensor, nn
 from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
+from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.layers import run
 from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, is_whole, logits_of, run_before_head
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import Term, average_labelled, cross_entropy, weigh_classes
-from lit_modules.student import CE, Student
+from lit_modules.student import CE, Losses, Student
 
 CHUNK = 128  # tokens whose logits are held at once
+BLOCK = 16  # of these, tokens whose terms are computed at once on a CPU: what lies between fits in its cache
 LARGE = 4096  # tokens of a vocabulary from which on losses are computed in chunks
-
-
-class Losses(NamedTuple):
-    """What a student's step needs of its loss."""
-
-    part: Tensor  # this rank's part of the global mean, with its gradient
-    total: Tensor  # (b,), without a gradient
-    values: dict[str, Tensor]  # of each term (b,), and cross-entropies (b, T) as `CE`
 
 
 class _Tokens(NamedTuple):
@@ -65,7 +60,7 @@ class InChunks:
 
     def choose(self, teacher: nn.Module, students: Mapping[str, Student], tokens: Tensor) -> None:
         """Choose the students, by their objectives and nets alone, given example inputs (b, T)."""
-        if not self.size:
+        if not self.size or isinstance(teacher, Ensemble):  # whose members' logits are compared
             return
         peers = {peer for student in students.values() for peer in student.objective.peers}
         for name, student in students.items():
@@ -92,7 +87,7 @@ class InChunks:
         teacher: tuple[Outputs | None, nn.Module],
         batch: Batch,
         place: Place,
-    ) -> "dict[str, Losses]":
+    ) -> dict[str, Losses]:
         """Compute the losses of those students whose outputs have HIDDEN; `teacher` are its outputs, and the net."""
         names = [name for name in students if HIDDEN in outputs[name].features]
         if not names:
@@ -224,12 +219,9 @@ class _Chunks(torch.autograd.Function):
                 inputs, weight, bias = tensors[3 * i : 3 * i + 3]
                 assert inputs is not None
                 assert weight is not None
-                logits = logits_of(inputs[part], weight, bias).requires_grad_()
-                with torch.enable_grad():
-                    loss = of_chunk(i, logits, taught, part)
-                sums[i] += loss.detach()
-                (slope,) = torch.autograd.grad(loss, logits)
-                _add_gradients(gradients[3 * i : 3 * i + 3], slope, inputs[part], weight, part)
+                logits = logits_of(inputs[part], weight, bias)
+                sums[i] += _replace_by_slopes(logits, partial(of_chunk, i), taught, start)
+                _add_gradients(gradients[3 * i : 3 * i + 3], logits, inputs[part], weight, part)
         ctx.gradients = gradients
         return tuple(total.to(torch.float64 if first.dtype == torch.float64 else torch.float32) for total in sums)
 
@@ -241,6 +233,24 @@ class _Chunks(torch.autograd.Function):
             if x is not None:
                 x.mul_(slopes[i // 3].to(x.dtype))
         return None, None, None, *gradients
+
+
+def _replace_by_slopes(
+    logits: Tensor, terms: Callable[[Tensor, Outputs | None, slice], Tensor], teacher: Outputs | None, start: int
+) -> Tensor:
+    """Return the loss of a chunk's logits (n, V), from token `start` on; replace them by its gradient."""
+    size = BLOCK if logits.device.type == "cpu" else len(logits)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for first in range(0, max(len(logits), 1), max(size, 1)):
+        block = slice(first, first + size)
+        z = logits[block].detach().requires_grad_()
+        taught = teacher and teacher.map(lambda x, block=block: x[block])  # type: ignore[misc]
+        with torch.enable_grad():
+            loss = terms(z, taught, slice(start + first, start + first + len(z)))
+        total += loss.detach()
+        (slope,) = torch.autograd.grad(loss, z)
+        logits[block] = slope
+    return total
 
 
 def _add_gradients(gradients: list[Tensor | None], slope: Tensor, inputs: Tensor, weight: Tensor, part: slice) -> None:
