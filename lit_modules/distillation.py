@@ -278,6 +278,11 @@ class Distillation(AveragingLearner):
                 why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
                 raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
 
+    def check_packed(self) -> None:
+        """Raise BadInput if an objective compares rows, which hold several texts each, and not their tokens."""
+        for name, student in self.students.items():
+            student.check_packed(name)
+
     @staticmethod
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
         """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
@@ -299,7 +304,7 @@ class Distillation(AveragingLearner):
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
         loss, place = self._zero_of_inactive(), self._place(batch)
-        active = {name: student for name, student in self.students.items() if name not in self.inactive}
+        active = {name: self.students[name] for name in self.active_runs}
         chunked = self._chunks.losses(active, students, (teacher, self.teacher), batch, place)
         for name, student in active.items():
             part, total, values = chunked.get(name) or student.step_losses(name, teacher, students, batch, place)

@@ -55,6 +55,7 @@ class Student(nn.Module):
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
         token_head: of a language model whose losses are computed in chunks, the head that is left out in training.
+        of_rows: the terms with one value for a whole row of tokens; known after `build`.
     """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
@@ -62,6 +63,7 @@ class Student(nn.Module):
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
         self.token_head: TokenHead | None = None
+        self.of_rows: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
@@ -88,12 +90,20 @@ class Student(nn.Module):
         self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch, place: Place
     ) -> Losses:
         """The losses of this student from the outputs of all for a rank's rows."""
+        if batch.starts is not None:
+            self.check_packed(name)
         rows = self.rows(name, teacher, students, batch)
         total, values = self.losses(rows, place, batch.label_weight, batch.class_weights)
         return Losses(batch.mean(total), total, values)
 
+    def check_packed(self, name: str) -> None:
+        """Raise BadInput if the objective compares rows, which hold several texts each, and not their tokens."""
+        if self.of_rows or self.objective.relates_rows:
+            expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
+            raise BadInput(f"variants.{name}", type(self.objective).__name__, expected)
+
     def losses(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None = None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
 
@@ -106,7 +116,7 @@ class Student(nn.Module):
         return relate(terms, rows, place.rows, place.count)
 
     def _terms(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
@@ -168,7 +178,7 @@ class Student(nn.Module):
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
             condensed = teacher and condense_teacher(teacher, {"": objective})
-            check_rows(objective, outputs, condensed, flag)
+            self.of_rows = check_rows(objective, outputs, condensed, flag)
             check_gradient(objective, outputs, condensed, flag)
             if condensed is not None and not condensed.logits.isfinite().all():
                 check_finite(objective, outputs, condensed, flag)

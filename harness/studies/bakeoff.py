@@ -33,11 +33,13 @@ from harness.studies.choices import (
     check_batch_size,
     check_modules,
     check_net,
+    is_pruned,
     judged_by,
     tell_direction,
 )
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
+from harness.studies.pruning import Pruning
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -56,6 +58,7 @@ class BakeOff:
         self.session = session
         self.arms = arms(session.config)
         self.launcher = build_launcher(session)
+        self.pruning = Pruning(session)
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -76,7 +79,10 @@ class BakeOff:
         if is_teacher(first.net):
             return self.teacher(plan.seed, first.net)
         loaded = {key: load_net(folder / row_of(key), "out") for key in first.teachers}
-        return self.students(plan.seed, plan.arms, merge_teachers(loaded, first.teachers))
+        teacher = merge_teachers(loaded, first.teachers)
+        for net in dict.fromkeys(arm.net for arm in plan.arms if is_pruned(self.config, arm.net)):
+            self.pruning.choose(net, plan.seed, teacher)
+        return self.students(plan.seed, plan.arms, teacher)
 
     def check(self) -> None:
         """Build everything once; under `--zoo`, leave out arms that do not fit the nets, with a line that says why.
@@ -92,7 +98,7 @@ class BakeOff:
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         for key in self.teachers:
             check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
-        for net in dict.fromkeys(arm.net for arm in self.arms.values()):
+        for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_pruned(config, arm.net)):
             check_net(session, net, trainer)
         if "{seed}" in (config.teacher_ckpt or ""):
             for seed in others:
@@ -114,6 +120,8 @@ class BakeOff:
                     students = self.students(first, group, merge_teachers(loaded, shares))
                     check_modules(session, trainer, *(teachers[key] for key in shares), students)
                     students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
+                    if session.data.packs_texts:
+                        students.check_packed()
                     students.check_optimizer(*_count_steps(session, trainer))
                     built.append(students)
             return built

@@ -73,6 +73,19 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(size: int, ignored
             torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_texts_that_count_alike_whatever_their_lengths() -> None:
+    tokens, labels = texts()
+    counts = (labels >= 0).double()
+    weight = B / 4 * T * counts / counts.sum(1, keepdim=True).clamp(min=1)
+    batch, found = Batch.of((tokens, labels), 0)._replace(label_weight=weight), []
+    for size in (0, 3):
+        made = module(size, "kd", "gkd")
+        loss, values = made.losses(made(tokens), batch)
+        loss.backward()
+        found.append({"loss": loss.detach(), **values, **{k: p.grad for k, p in made.students.named_parameters()}})
+    assert_same(*found, atol=1e-12)
+
+
 def test_no_logits_of_all_tokens_are_computed() -> None:
     made, tokens = module(4, "kd", "ce"), texts()[0]
     teacher, students = made(tokens)
