@@ -303,11 +303,10 @@ class Distillation(AveragingLearner):
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss, place = self._zero_of_inactive(), self._place(batch)
+        loss = self._zero_of_inactive()
         active = {name: self.students[name] for name in self.active_runs}
-        chunked = self._chunks.losses(active, students, (teacher, self.teacher), batch, place)
-        for name, student in active.items():
-            part, total, values = chunked.get(name) or student.step_losses(name, teacher, students, batch, place)
+        losses = self._chunks.losses(active, students, (teacher, self.teacher), batch, self._place(batch))
+        for name, (part, total, values) in losses.items():
             loss = loss + self.loss_scales.scaled(name, part)
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
@@ -347,8 +346,7 @@ class Distillation(AveragingLearner):
 
         def step() -> Tensor:
             student.zero_grad()
-            outputs, place = {run: student(batch.inputs), **peers}, self._place(batch)
-            chunked = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), batch, place)
-            return (chunked.get(run) or student.step_losses(run, teacher, outputs, batch, place)).part
+            outputs, taught = {run: student(batch.inputs), **peers}, (teacher, self.teacher)
+            return self._chunks.losses({run: student}, outputs, taught, batch, self._place(batch))[run].part
 
         return step

@@ -88,13 +88,16 @@ class InChunks:
         batch: Batch,
         place: Place,
     ) -> dict[str, Losses]:
-        """Compute the losses of those students whose outputs have HIDDEN; `teacher` are its outputs, and the net."""
-        names = [name for name in students if HIDDEN in outputs[name].features]
-        if not names:
-            return {}
-        return chunk_losses(
-            {name: students[name] for name in names}, outputs, (*teacher, self.head), batch, place, self.size
-        )
+        """Compute the losses of students, of those whose outputs have HIDDEN in chunks.
+
+        `outputs` are those of students and peers, `teacher` its outputs, and the net.
+        """
+        in_chunks = {name: student for name, student in students.items() if HIDDEN in outputs[name].features}
+        chunked = chunk_losses(in_chunks, outputs, (*teacher, self.head), batch, place, self.size) if in_chunks else {}
+        return {
+            name: chunked.get(name) or student.step_losses(name, teacher[0], outputs, batch, place)
+            for name, student in students.items()
+        }
 
 
 def _goes_by_token(objective: Objective) -> bool:
