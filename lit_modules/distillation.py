@@ -15,7 +15,6 @@ from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
-from lit_modules.averages import AveragingLearner
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
@@ -24,6 +23,7 @@ from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
+from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
@@ -32,7 +32,7 @@ from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state
 from lit_modules.token_losses import InChunks
 
 
-class Distillation(AveragingLearner):
+class Distillation(OnPolicyLearner):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -61,6 +61,7 @@ class Distillation(AveragingLearner):
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
         loss_chunk: of texts, for how many tokens logits are held at once in training; 0: for all of a batch; default:
             128 if there are 4,096 tokens or more in the vocabulary.
+        end_tokens: of texts, tokens that end a response which a student writes.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
@@ -92,6 +93,7 @@ class Distillation(AveragingLearner):
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
         loss_chunk: int | None = None,
+        end_tokens: Sequence[int] = (),
     ) -> None:
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -115,6 +117,7 @@ class Distillation(AveragingLearner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+            self.check_writers(self._example.dtype, end_tokens)
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
@@ -231,8 +234,9 @@ class Distillation(AveragingLearner):
         """Whether the teacher runs in a forward, and which students."""
         if self._storing:
             return True, ()
-        needed = self.uses_teacher and self.training and self.cache.outputs is None
-        return needed or self._comparing, self.runs
+        others = [run for run in self.runs if run not in self.writers()]
+        uses = any(self.students[run].objective.uses_teacher for run in others if run not in self.inactive)
+        return (uses and self.training and self.cache.outputs is None) or self._comparing, others
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
@@ -268,7 +272,7 @@ class Distillation(AveragingLearner):
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
-        self.teacher_samples += count if self.uses_teacher and self.cache.outputs is None else 0
+        self.teacher_samples += count * self.passes()
         return super().on_global_batch(means, count)
 
     def check_batch(self, count: int) -> None:
@@ -296,15 +300,15 @@ class Distillation(AveragingLearner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         teacher, students = outputs
-        if self.cache.outputs is not None:
+        if self.cache.outputs is not None and not batch.is_written:
             teacher = self.cache.outputs.map(lambda x: x[batch.index])
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss = self._zero_of_inactive()
-        active = {name: self.students[name] for name in self.active_runs}
+        loss = zero_of((self.students[name] for name in self.inactive), self.device)
+        active = {name: self.students[name] for name in self.active_runs if name in students}
         losses = self._chunks.losses(active, students, (teacher, self.teacher), batch, self._place(batch))
         for name, (part, total, values) in losses.items():
             loss = loss + self.loss_scales.scaled(name, part)
@@ -315,7 +319,8 @@ class Distillation(AveragingLearner):
 
     def _place(self, batch: Batch) -> Place:
         done = self.batches_done
-        return Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
+        epoch, progress, rows = done / self._epoch, done / self._whole, (batch.index, batch.rows, batch.count)
+        return Place(done, epoch, progress, *rows, self._samples, is_written=batch.is_written)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         return self._logits(self(inputs)[1])
@@ -333,20 +338,21 @@ class Distillation(AveragingLearner):
     def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
         return {name: outputs.logits for name, outputs in students.items() if name not in self.inactive}
 
-    def _zero_of_inactive(self) -> Tensor:
-        """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
-        return zero_of((p for name in self.inactive for p in self.students[name].parameters()), self.device)
-
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
-        teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
+        parts = self.parts_alone(run, batch)
+        taught = [self._ask_teacher(part.inputs) if self.uses_teacher else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
         def step() -> Tensor:
             student.zero_grad()
-            outputs, taught = {run: student(batch.inputs), **peers}, (teacher, self.teacher)
-            return self._chunks.losses({run: student}, outputs, taught, batch, self._place(batch))[run].part
+            loss = torch.zeros((), device=self.device)
+            for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
+                outputs, place = {run: student(part.inputs), **peers}, self._place(part)
+                losses = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), part, place)
+                loss = loss + losses[run].part
+            return loss
 
         return step
