@@ -113,6 +113,22 @@ def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         chat(tmp_path)
 
 
+@pytest.mark.parametrize("options", [{}, {"sort_lengths": True}, {"pack": True}], ids=str)
+def test_an_epoch_goes_on_where_it_was_cut_off(options: dict[str, Any], tmp_path: Path) -> None:
+    loader = chat(tmp_path, **options).train_dataloader()
+    loader.sampler.set_epoch(2)
+    whole = list(loader)
+    loader.sampler._position = lambda: 3
+    loader.sampler.set_epoch(2)
+    rest = list(loader)
+    assert len(whole) == len(loader) == 7
+    assert len(rest) == 4
+    for batch, other in zip(whole[3:], rest, strict=True):
+        assert batch.step == other.step
+        assert torch.equal(batch.inputs, other.inputs)
+        assert torch.equal(batch.labels, other.labels)
+
+
 FAULTS: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "empty": (b"\n\n", {}, "data.path", "this one is empty"),
     "no JSON": (b'{"prompt": "a", "response": "b"}\nhello\n', {}, "data.path", "line 2 is none"),
