@@ -125,6 +125,7 @@ class Chat(InMemoryData):
         sources = open_sources(self.path, self.test_path)
         self.vocabulary = self._vocabulary(sources)
         template = self._template()
+        self.end_tokens = template.ends()
         self._files = [self._open(source, template) for source in sources]
         for source, file in zip(sources, self._files, strict=True):
             if not len(file.index):

@@ -1,6 +1,6 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -189,6 +189,14 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
                 shared = f"its {path.partition('.')[2]} is also a parameter of {owners[parameter]}"
                 raise BadInput(f"variants.{name}", type(student.net).__name__, f"a net of its own; {shared}")
         owners |= dict.fromkeys(student.parameters(), f"student {name}")
+
+
+def zero_of(students: Iterable[nn.Module], device: torch.device) -> Tensor:
+    """Return zero, with a gradient of zero for every parameter of students that are idle: DDP waits for each."""
+    idle = (p for student in students for p in student.parameters())
+    here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    zero = torch.zeros((), device=device, requires_grad=True)
+    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
 
 
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:

@@ -156,7 +156,10 @@ def _why_not(module_name: str, error: Exception) -> str:
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
-    places = vars(importlib.import_module(parent)).get("__path__", []) if parent else None
+    package = importlib.import_module(parent) if parent else None
+    if inspect.isclass(getattr(package, missing, None)):
+        return f"{error.name} is a class: give its path, or that of a class of yours that calls its methods"
+    places = getattr(package, "__path__", []) if package else None
     others = near(missing, [module.name for module in pkgutil.iter_modules(places)])
     return f"there is no module {error.name}{others}{_hidden_file(module_name)}"
 

