@@ -124,7 +124,7 @@ class Chat(InMemoryData):
             raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
         sources = open_sources(self.path, self.test_path)
         self.vocabulary = self._vocabulary(sources)
-        template = self._template()
+        template = self.conversation_template()
         self.end_tokens = template.ends()
         self._files = [self._open(source, template) for source in sources]
         for source, file in zip(sources, self._files, strict=True):
@@ -182,7 +182,8 @@ class Chat(InMemoryData):
             return Vocabulary("".join(characters))
         return Subwords(str(self.tokenizer))
 
-    def _template(self) -> Template:
+    def conversation_template(self) -> Template:
+        """Return what makes tokens of a conversation."""
         text = None
         if self.template is not None:
             try:
