@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apprentice import keyed, replicas
+from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
@@ -22,13 +22,15 @@ from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_ru
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
-from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers
+from lit_modules.stored_teacher import Stored, make_cache
+from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
 from lit_modules.tasks import LABELLED, Classification, Task
-from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
+from lit_modules.teacher import leave_out_of_state, trained_teacher
 
 
 class Distillation(AveragingLearner):
@@ -51,6 +53,8 @@ class Distillation(AveragingLearner):
             without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
             depend on its batch, the teacher runs every batch.
         teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
+        stored: of texts, what is kept there of the teacher's distribution for each token that counts; then later runs
+            read it, and the teacher may be a `StoredTeacher`.
         task: what a label is; `Tokens()` if nets give logits (b, T, classes), a distribution for each token; default:
             `Classification`.
         input_dtype: int64 if inputs are tokens.
@@ -81,6 +85,7 @@ class Distillation(AveragingLearner):
         seed: int = 0,
         teacher_cache_mb: int = 1024,
         teacher_cache_dir: str | Path | None = None,
+        stored: Stored | None = None,
         task: Task | None = None,
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
@@ -102,7 +107,9 @@ class Distillation(AveragingLearner):
         by_name = {name: self._student(name, *rebuild(pair, f"students.{name}")) for name, pair in students.items()}
         self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
         check_parameters(self.teacher, self.students)
-        self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
+        self.has_teacher = not isinstance(self.teacher, StoredTeacher)
+        kept = teacher_cache_mb, teacher_cache_dir, stored
+        self.cache = make_cache(self.teacher, self._objectives, num_classes, self.print, *kept)
         self._storing, self._comparing = False, False
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
@@ -113,13 +120,8 @@ class Distillation(AveragingLearner):
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
-        # What objectives keep is the same on every rank; DDP would send it before each forward.
-        self._ddp_params_and_buffers_to_ignore = [
-            f"{path}.{key}"
-            for path, module in self.named_modules()
-            if isinstance(module, Objective)
-            for key, _ in module.named_buffers(recurse=False)
-        ] + [f"averages.{key}" for key in self.averages.state_dict()]
+        averages = [f"averages.{key}" for key in self.averages.state_dict()]
+        self._ddp_params_and_buffers_to_ignore = [*list_kept(self), *averages]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -136,9 +138,10 @@ class Distillation(AveragingLearner):
     def _build(self, example: Tensor) -> None:
         """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
         choose_layers(self.teacher, self.students)
+        self.cache.check(self._objectives)
         teacher = None
         if self.uses_teacher:
-            teacher = run(self.teacher, example, self._teacher_layers)
+            teacher = self._run_teacher(example)
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
@@ -186,7 +189,12 @@ class Distillation(AveragingLearner):
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
-            return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
+            return condense_teacher(self._run_teacher(inputs), self._objectives)
+
+    def _run_teacher(self, inputs: Tensor) -> Outputs:
+        if isinstance(self.teacher, StoredTeacher):  # for checks and costs of shapes alone: training reads the file
+            return Outputs(self.teacher.zeros(inputs), {})
+        return run(self.teacher, inputs, self._teacher_layers)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -228,7 +236,7 @@ class Distillation(AveragingLearner):
         """Whether the teacher runs in a forward, and which students."""
         if self._storing:
             return True, ()
-        needed = self.uses_teacher and self.training and self.cache.outputs is None
+        needed = self.uses_teacher and self.training and not self.cache.is_filled
         return needed or self._comparing, self.runs
 
     def pipeline_stages(self) -> list[nn.Module]:
@@ -242,8 +250,7 @@ class Distillation(AveragingLearner):
         self._epoch = trainer.num_training_batches
         self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         data: Any = getattr(trainer, "datamodule", None)
-        repeats = getattr(data, "train_inputs_repeat", False)
-        if not (repeats and self.uses_teacher and self.cache.max_bytes and self._whole > self._epoch):
+        if not (self.uses_teacher and self.cache.is_wanted(data, self._whole / self._epoch)):
             return
         if self._batch_norms:
             name = next(iter(self._batch_norms)) or type(self.teacher).__name__
@@ -251,21 +258,19 @@ class Distillation(AveragingLearner):
             return
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            self.cache.fill(data, lambda x: self(x)[0], use_files=replicas.count() == trainer.world_size)
+            computed = self.cache.fill(data, lambda chunk: self(chunk.inputs)[0], trainer)
         self._storing = False
-        if self.cache.outputs is not None:
-            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, data.sizes["train"]), True
-            if by_readers := describe_sizes(self.cache.outputs, self._objectives):
-                self.print(f"teacher's outputs stored: {by_readers}")
+        if self.cache.is_filled:
+            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, computed), True
 
     def on_train_end(self) -> None:
-        self.cache.outputs = None
+        self.cache.clear()
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
-        self.teacher_samples += count if self.uses_teacher and self.cache.outputs is None else 0
+        self.teacher_samples += count if self.uses_teacher and not self.cache.is_filled else 0
         return super().on_global_batch(means, count)
 
     def check_batch(self, count: int) -> None:
@@ -288,8 +293,8 @@ class Distillation(AveragingLearner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         teacher, students = outputs
-        if self.cache.outputs is not None:
-            teacher = self.cache.outputs.map(lambda x: x[batch.index])
+        if self.cache.is_filled:
+            teacher = self.cache.rows(batch)
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
         parts = self.task.counts(batch)
@@ -329,15 +334,12 @@ class Distillation(AveragingLearner):
 
     def _zero_of_inactive(self) -> Tensor:
         """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
-        idle = [p for name in self.inactive for p in self.students[name].parameters()]
-        here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
-        zero = torch.zeros((), device=self.device, requires_grad=True)
-        return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
+        return zero_of((p for name in self.inactive for p in self.students[name].parameters()), self.device)
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
-        teacher = self._ask_teacher(batch.inputs) if self.uses_teacher else None
+        teacher = self.cache.reduce(self._ask_teacher(batch.inputs), batch) if self.uses_teacher else None
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 

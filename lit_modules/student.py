@@ -1,6 +1,6 @@
 """A student of a distillation: a net and the objective that it learns by, which is tested before training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -206,3 +206,16 @@ def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
         if unknown := [peer for peer in objective.peers if peer not in peers]:
             listed = ", ".join(peers) or "there are none"
             raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")
+
+
+def list_kept(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of objectives, which are the same on every rank: DDP need not send them."""
+    objectives = ((path, part) for path, part in module.named_modules() if isinstance(part, Objective))
+    return [f"{path}.{key}" for path, part in objectives for key, _ in part.named_buffers(recurse=False)]
+
+
+def zero_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Return zero, with a gradient of zero for parameters that are neither sharded nor on another rank."""
+    here = (p for p in parameters if type(p) is nn.Parameter and not p.is_meta)
+    zero = torch.zeros((), device=device, requires_grad=True)
+    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)

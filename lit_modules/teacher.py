@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from apprentice import replicas
@@ -24,7 +25,7 @@ from lit_modules.objectives.base import OWN
 LEAST = 2**20  # bytes that are worth a line
 LOGITS = ""  # their name in a file, which no layer has
 
-Teacher = Callable[[Tensor], Outputs]
+Teacher = Callable[[Batch], Outputs]
 
 
 def trained_teacher(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
@@ -76,30 +77,62 @@ class TeacherCache:
         self, teacher: nn.Module, max_mb: int, folder: str | Path | None, tell: Callable[[str], object]
     ) -> None:
         self.outputs: Outputs | None = None
+        self.objectives: Mapping[str, Objective] = {}
         self.max_bytes, self.tell = max_mb * 2**20, tell
         self.folder = Path(folder).expanduser() if folder else None
         state = sorted(teacher.state_dict().items()) if folder else ()
         self._weights = [_digest(name.encode(), value) for name, value in state]
 
-    def fill(self, data: Any, teacher: Teacher, use_files: bool) -> None:
-        """Compute or read the outputs for a data module's training set; say so if they take too much."""
+    @property
+    def is_filled(self) -> bool:
+        return self.outputs is not None
+
+    def check(self, objectives: Mapping[str, Objective]) -> None:
+        """Keep the objectives, of which it says who reads how much."""
+        self.objectives = objectives
+
+    def is_wanted(self, data: Any, epochs: float) -> bool:
+        """Whether inputs come again, so that outputs are worth storing."""
+        return bool(getattr(data, "train_inputs_repeat", False) and self.max_bytes and epochs > 1)
+
+    def fill(self, data: Any, teacher: Teacher, trainer: Trainer) -> int:
+        """Compute or read the outputs for a data module's training set; say so if they take too much.
+
+        Returns for how many samples they were computed.
+        """
+        use_files = replicas.count() == trainer.world_size
 
         def chunks() -> Iterator[Batch]:
             in_order = data.train_in_order(replicas.rank(), replicas.count())
             return (data.on_after_batch_transfer(chunk, 0) for chunk in in_order)
 
-        samples = data.sizes["train"]
+        samples: int = data.sizes["train"]
         if self.folder is not None and use_files:
             self.outputs = self._read_or_compute(self.folder, chunks, samples, teacher)
         else:
             self.outputs = self._compute(chunks(), samples, teacher)
         if self.outputs is None:
             self.tell(f"teacher's outputs are not stored: they take more than {self.max_bytes / 2**20:g} MiB")
+        elif by_readers := describe_sizes(self.outputs, self.objectives):
+            self.tell(f"teacher's outputs stored: {by_readers}")
+        return samples
+
+    def rows(self, batch: Batch) -> Outputs:
+        """Return the outputs for a batch's rows."""
+        assert self.outputs is not None
+        return self.outputs.map(lambda x: x[batch.index])
+
+    def reduce(self, outputs: Outputs, _batch: Batch) -> Outputs:
+        """Return the teacher's outputs for a batch as `rows` would."""
+        return outputs
+
+    def clear(self) -> None:
+        self.outputs = None
 
     def _compute(self, chunks: Iterable[Batch], samples: int, teacher: Teacher) -> Outputs | None:
         store: Outputs | None = None
         for chunk in chunks:
-            outputs = teacher(chunk.inputs)
+            outputs = teacher(chunk)
             if store is None and (store := self._empty(outputs, samples)) is None:
                 return None
             for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
@@ -122,7 +155,7 @@ class TeacherCache:
             if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
                 inputs += _digest(b"", chunk.index, chunk.inputs)
             if number == 0:
-                few = teacher(chunk.inputs)
+                few = teacher(chunk)
                 first = _digest(repr(list(few.features)).encode(), *few.tensors()) if not replicas.rank() else 0
                 empty = self._empty(few, samples)
         if empty is None:

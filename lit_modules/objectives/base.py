@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -109,6 +109,10 @@ class Objective(Recorded, nn.Module, ABC):
             make them small, as they are sent. An objective that does not declare it is refused.
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
+        tails: forms of a teacher that is stored in k tokens (`--teacher_tail`) that it can learn from: `bucket` and
+            `renormalize` if it compares nothing but `log_probabilities`, token by token, which may be those of k
+            tokens and of all others together; `sample` if it is also linear in the teacher's probabilities.
+        temperatures: at which it compares them.
         peers: names of students whose outputs it reads from `place.peers`.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
         place: the point in training, set before each call of `forward`, `build` and `after_batch`.
@@ -121,6 +125,8 @@ class Objective(Recorded, nn.Module, ABC):
     relates_rows: bool = False
     fewest_related: int = 1
     needs_labels: bool = False
+    tails: Collection[str] = ()
+    temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
     search: Mapping[str, Space] = space()
     place: Place = Place()
@@ -295,7 +301,7 @@ def mask_tokens(outputs: Outputs, counts: Tensor) -> Outputs:
 
 
 def _mask(x: Tensor, counts: Tensor) -> Tensor:
-    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), 0.0)
+    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), x.new_zeros(()))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
