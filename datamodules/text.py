@@ -14,6 +14,7 @@ from apprentice import keyed
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
+from apprentice.gguf import model_folder
 from datamodules import fingerprints
 from datamodules.base import InMemoryData
 from datamodules.fingerprints import Fingerprint
@@ -76,7 +77,7 @@ def _text(codes: np.ndarray) -> str:
 
 
 class Subwords:
-    """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
+    """The tokens of a Hugging Face tokenizer, by its name, folder or GGUF file; needs the extra `transformers`.
 
     Raises:
         BadInput: it can't be had.
@@ -89,7 +90,9 @@ class Subwords:
         transformers.logging.set_verbosity_error()  # a text is longer than a model's context
         try:
             with warnings.catch_warnings(action="ignore"):  # from what it imports
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(name, "data.tokenizer"))
+        except BadInput:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
             expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
             raise BadInput("data.tokenizer", name, expected) from None
@@ -148,8 +151,8 @@ class Text(InMemoryData):
         block_size: T, tokens of a sample.
         vocabulary: tokens are the `characters` that occur in the text, or its `bytes`, 256 of them.
         batch_size: samples in a batch over all devices together, whatever their number.
-        tokenizer: tokens are those of this Hugging Face tokenizer instead, by name or folder. In `kd.py` a teacher that
-            is a HuggingFaceLM brings its own.
+        tokenizer: tokens are those of this Hugging Face tokenizer instead, by name, folder or GGUF file. In `kd.py` a
+            teacher that is a HuggingFaceLM brings its own.
         validation_size: of the first nine tenths, how much of their end to validate on: a count of characters (of
             `bytes`, where these are the tokens), or a fraction; 0 for none, as in nanoGPT.
         same_blocks: train on the same blocks in each epoch, not on those of another offset: a teacher's outputs for

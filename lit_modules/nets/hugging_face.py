@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
+from apprentice.gguf import model_folder
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
 from lit_modules.nets.layers import observe
@@ -83,8 +84,8 @@ class HuggingFaceLM(Net):
     trained teacher, as if `--teacher_ckpt` had loaded it.
 
     Args:
-        name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
-            the net.
+        name: a model of the hub, a folder that `save_pretrained` wrote, or a GGUF file or a folder with one, which is
+            converted once; its configuration is read again to rebuild the net.
         vocab_size: number of tokens, V.
         block_size: tokens of a text at most, T.
         pretrained: start with its weights, not with new ones.
@@ -106,11 +107,12 @@ class HuggingFaceLM(Net):
         super().__init__()
         self.vocab_size = vocab_size
         with import_transformers(name, "a causal language model") as transformers:
-            config = transformers.AutoConfig.from_pretrained(name, **SAFE)
+            folder = model_folder(name)
+            config = transformers.AutoConfig.from_pretrained(folder, **SAFE)
             kind = transformers.AutoModelForCausalLM
             self.model: nn.Module
             if pretrained:
-                self.model, missing = _load(kind, name)
+                self.model, missing = _load(kind, folder)
                 self.tokenizer = name
             else:
                 self.model, missing = kind.from_config(config, dtype=torch.float32), []
@@ -189,6 +191,8 @@ def import_transformers(name: str, expected: str) -> Iterator[Any]:
     try:
         with warnings.catch_warnings(action="ignore"):  # from what a model imports
             yield transformers
+    except BadInput:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises
         raise BadInput("name", name, f"{expected}; it says: {reason(error)}") from None
 
