@@ -94,12 +94,14 @@ class Distillation(AveragingLearner):
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
     ) -> None:
+        frozen = trained_teacher(teacher, teacher_weights)
+        self.has_teacher = not isinstance(frozen, StoredTeacher)  # of which a test knows nothing
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
-        self.teacher = trained_teacher(teacher, teacher_weights)
+        self.teacher, self._storing, self._comparing = frozen, False, False
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
@@ -107,10 +109,8 @@ class Distillation(AveragingLearner):
         by_name = {name: self._student(name, *rebuild(pair, f"students.{name}")) for name, pair in students.items()}
         self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
         check_parameters(self.teacher, self.students)
-        self.has_teacher = not isinstance(self.teacher, StoredTeacher)
         kept = teacher_cache_mb, teacher_cache_dir, stored
-        self.cache = make_cache(self.teacher, self._objectives, num_classes, self.print, *kept)
-        self._storing, self._comparing = False, False
+        self.cache = make_cache(frozen, self._objectives, num_classes, self.print, *kept)
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
@@ -120,8 +120,8 @@ class Distillation(AveragingLearner):
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
-        averages = [f"averages.{key}" for key in self.averages.state_dict()]
-        self._ddp_params_and_buffers_to_ignore = [*list_kept(self), *averages]
+        self._ddp_params_and_buffers_to_ignore = [*list_kept(self)]
+        self._ddp_params_and_buffers_to_ignore += [f"averages.{key}" for key in self.averages.state_dict()]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -139,9 +139,7 @@ class Distillation(AveragingLearner):
         """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
         choose_layers(self.teacher, self.students)
         self.cache.check(self._objectives)
-        teacher = None
-        if self.uses_teacher:
-            teacher = self._run_teacher(example)
+        teacher = self._run_teacher(example) if self.uses_teacher else None
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}

@@ -28,11 +28,13 @@ class Stored:
         top_k: tokens, or all.
         tail: what stands for the others: see `Form`.
         source: what tells the teacher without its weights; by default a hash of them does.
+        temperatures: beside those of the methods, of methods that are to read the same file.
     """
 
     top_k: TopK
     tail: Tail = "bucket"
     source: str | None = None
+    temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.top_k != "all" and not (isinstance(self.top_k, int) and 1 <= self.top_k <= MOST):

@@ -36,4 +36,4 @@ def make_cache(
 def form_of(stored: Stored, objectives: Mapping[str, Objective], classes: int) -> Form:
     """Return the form of what is stored for these methods and V classes."""
     temperatures = {t for objective in objectives.values() if objective.uses_teacher for t in objective.temperatures}
-    return Form.of(stored, temperatures, classes)
+    return Form.of(stored, {*temperatures, *stored.temperatures}, classes)
