@@ -1,6 +1,7 @@
 """Where samples come from, and which rank sees which of them. A new data set is a file here and a line below."""
 
 from datamodules.base import InMemoryData
+from datamodules.chat import Chat
 from datamodules.cifar10 import CIFAR10, CIFAR100
 from datamodules.digits import Digits
 from datamodules.hugging_face import HuggingFaceImages

@@ -90,25 +90,29 @@ class Subwords:
         transformers.logging.set_verbosity_error()  # a text is longer than a model's context
         try:
             with warnings.catch_warnings(action="ignore"):  # from what it imports
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(name, "data.tokenizer"))
-        except BadInput:
-            raise
+                self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(name, "data.tokenizer"))
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
             expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
             raise BadInput("data.tokenizer", name, expected) from None
         self.name, self.start = name, "\n"
 
+    def content(self) -> str:
+        """Return what determines its tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        whole = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        return f"{whole} {self.tokenizer.special_tokens_map}"
+
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        return len(self.tokenizer)
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
-        return torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     def same_as(self, other: "Subwords") -> bool:
-        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+        return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
     def decode(self, tokens: Tensor) -> str:
-        return str(self._tokenizer.decode(tokens.tolist()))
+        return str(self.tokenizer.decode(tokens.tolist()))
 
     def plain(self) -> dict[str, Any]:
         return {"tokenizer": self.name}
@@ -221,6 +225,9 @@ class Text(InMemoryData):
         return {part: fingerprints.of_tensors(tokens) for part, tokens in self._tokens.items()}
 
     def _read(self) -> bytes:
+        if self.path is not None and self.path.suffix in {".jsonl", ".ndjson"}:
+            expected = "a file of plain text; --data Chat reads JSON lines, and learns the responses alone"
+            raise BadInput("data.path", self.path, expected)
         if self.path is None:
             from pydoc_data.topics import topics
 

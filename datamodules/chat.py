@@ -1,0 +1,222 @@
+"""Conversations to learn responses from: prompts and responses, turns of a chat, or plain texts."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apprentice.errors import BadInput
+from datamodules import splits
+from datamodules.base import LIMITS, InMemoryData
+from datamodules.chat_templates import ChatTemplate, MarkedTurns, Template
+from datamodules.conversations import LINES, Columns, Conversation, read_conversations, read_json_lines
+from datamodules.fingerprints import Fingerprint
+from datamodules.text import Subwords, Vocabulary
+from datamodules.text_loaders import TextLoader
+from datamodules.token_files import VERSION, Texts, TokenFile, hash_file, is_writable, write_tokens
+
+EXAMPLE = 16  # tokens of the inputs with which nets are tried
+FOLDER = ".apprentice"
+
+
+class Chat(InMemoryData):
+    """Conversations of which the assistant's turns, with the tokens that end them, are learned.
+
+    A sample is a conversation; it is split from others by its prompt, so no prompt is in two parts. Rows of a batch are
+    filled up at their ends to the longest; what is no response, and what fills up, has the label -100. A loss is the
+    mean over the tokens of all responses of a global batch. Conversations without a token to learn are left out, by
+    name. Tokens are kept in files that any later run with the same tokenizer, template and content maps into memory.
+
+    Attributes:
+        vocabulary: what tokens stand for; known after `setup`.
+        block_size: tokens of a text at most.
+
+    Args:
+        path: a file of JSON lines.
+        prompt: the column of prompts; its values are texts, or lists of messages.
+        response: the column of responses, likewise.
+        messages: in place of both, the column of lists of messages, each with a `role` and a `content`.
+        text: in place of these, the column of plain texts, which are learned whole. Default: the columns `messages`,
+            `prompt` and `response`, or `text`, the first of these that there are.
+        test_path: conversations to test on, all of them unless `test_size` says less; default: drawn from `path`.
+        tokenizer: `bytes`, `characters`, or a tokenizer of Hugging Face by name, folder or .gguf file. In `kd.py` a
+            teacher that is a HuggingFaceLM brings its own; default: bytes.
+        template: a file with a chat template in Jinja, in place of the tokenizer's own.
+        max_length: tokens of a conversation, with its prompt; the end of a longer one is cut off.
+        cache_dir: the folder of the token files; default: `.apprentice` beside `path`, or `~/.cache/apprentice` if
+            nothing can be written there.
+        batch_size: conversations in a batch over all devices together, whatever their number.
+        options: `train_size`, `test_size`, `validation_size`, `seed` and `partition` of InMemoryData.
+
+    Raises:
+        BadInput: a value can't be used; when read, the data are absent, empty, no JSON lines in UTF-8, without such
+            columns, or do not fit the template.
+    """
+
+    task = "tokens"
+    given_to_nets = ("vocab_size", "block_size")
+    train_inputs_repeat = False  # rows of two batches have other lengths, and the logits of all would fill the memory
+    free_options = InMemoryData.free_options | {"cache_dir"}
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        prompt: str | None = None,
+        response: str | None = None,
+        messages: str | None = None,
+        text: str | None = None,
+        test_path: str | Path | None = None,
+        tokenizer: str | None = None,
+        template: str | Path | None = None,
+        max_length: int = 1024,
+        cache_dir: str | Path | None = None,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        if not isinstance(max_length, int) or max_length < 2:
+            raise BadInput("data.max_length", max_length, "a whole number of tokens, at least 2")
+        if self.labelled is not None:
+            raise BadInput("data.labelled", self.labelled, "it left out: each token of a response is its own label")
+        self.columns = Columns(prompt, response, messages, text)
+        self.columns.check()
+        self.path, self.test_path = (None if p is None else Path(p).expanduser() for p in (path, test_path))
+        self.tokenizer, self.block_size = tokenizer, max_length
+        self.template = None if template is None else Path(template).expanduser()
+        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
+        self.input_shape = self.label_shape = (min(max_length, EXAMPLE),)
+        self.vocabulary: Vocabulary | Subwords
+        self._files: list[TokenFile] = []  # of `path`, and of `test_path`
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data once; says what is left out."""
+        if self._splits:
+            return
+        paths = [path for path in (self.path, self.test_path) if path is not None]
+        if self.path is None:
+            raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
+        self.vocabulary = self._vocabulary(paths)
+        template = self._template()
+        self._files = [self._open(path, template) for path in paths]
+        for path, file in zip(paths, self._files, strict=True):
+            if not len(file.index):
+                expected = f"a token of a response in some conversation; {file.describe_left_out()}"
+                raise BadInput("data.path", path, expected)
+            if line := file.describe_left_out():
+                self.say(f"{path.name}: {line}")
+        self._split()
+        test = self._texts("test")
+        characters = int(test.file.index[test.places.numpy()]["characters"].astype(np.int64).sum())
+        self.tokens_per_character = int(test.labels.sum()) / max(characters, 1)
+
+    def _split(self) -> None:
+        """Draw the parts; no prompt is in two of them."""
+        training, *others = self._files
+        prompts = [file.index["prompt"] for file in self._files]
+        known = np.isin(prompts[0], prompts[1]) if others else np.zeros(len(prompts[0]), bool)
+        if known.any():
+            self.say(f"{known.sum():,} conversations do not train, as their prompts are in the test's")
+        usable = torch.from_numpy(np.flatnonzero(~known))
+        groups = torch.from_numpy(np.unique(prompts[0][~known], return_inverse=True)[1])
+        one_class, count = torch.zeros(max(map(len, prompts)), dtype=torch.int64), len(usable)
+        self.test_is_drawn = not others
+        try:
+            if others:
+                test = splits.draw_test(one_class[: len(prompts[1])], self.test_size, self.seed, self.subset)
+                rest = torch.arange(count)
+            else:
+                test = splits.hold_out_test(one_class[:count], self.test_size, self.seed, groups)
+                rest = splits.complement(test, count)
+            sizes = self.train_size, self.validation_size, self.seed, self.subset
+            drawn = splits.draw_train_and_validation(one_class[: len(rest)], *sizes, groups[rest])
+        except BadInput as fault:
+            if fault.argument != "data.group_duplicates":
+                raise
+            expected = "prompts that repeat less often: all answers to one stay in one part"
+            raise BadInput("data.path", self.path, expected) from None
+        train, validation = (Texts.of(training, usable[rest[places]]) for places in drawn)
+        tested = Texts.of(others[0], test) if others else Texts.of(training, usable[test])
+        parts: dict[str, Any] = {"train": train, "validation": validation, "test": tested}
+        self._splits = parts
+
+    def _conversations(self, path: Path) -> Iterator[Conversation]:
+        if path.suffix not in LINES:
+            raise BadInput("data.path", path, f"a file of JSON lines, whose name ends in {', '.join(LINES)}")
+        return read_conversations(read_json_lines(path), self.columns, path)
+
+    def _vocabulary(self, paths: Iterable[Path]) -> Vocabulary | Subwords:
+        if self.tokenizer in {None, "bytes"}:
+            return Vocabulary()
+        if self.tokenizer == "characters":
+            characters = (MarkedTurns.characters(one) for path in paths for one in self._conversations(path))
+            return Vocabulary("".join(set().union(*characters)))
+        return Subwords(str(self.tokenizer))
+
+    def _template(self) -> Template:
+        text = None
+        if self.template is not None:
+            try:
+                text = self.template.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadInput("data.template", self.template, f"a file with a chat template; {error}") from None
+        if isinstance(self.vocabulary, Subwords):
+            return ChatTemplate(self.vocabulary, text)
+        if text is not None:
+            expected = f"it left out beside --data.tokenizer {self.tokenizer or 'bytes'}, which has its own"
+            raise BadInput("data.template", self.template, expected)
+        return MarkedTurns(self.vocabulary)
+
+    def _open(self, path: Path, template: Template) -> TokenFile:
+        """Map the tokens of a file, which an earlier run may have written."""
+        if not path.is_file():
+            raise BadInput("data.path", path, "a file of JSON lines with conversations; it is not there")
+        determines = [VERSION, hash_file(path), tuple(self.columns), self.block_size, template.key()]
+        name = hashlib.blake2b(repr(determines).encode(errors="surrogatepass"), digest_size=12).hexdigest()
+        folder = self._cache_folder(path) / f"{name}.tokens"
+        if not folder.is_dir():
+            write_tokens(folder, self._conversations(path), template, self.block_size, len(self.vocabulary))
+        return TokenFile.open(folder)
+
+    def _cache_folder(self, path: Path) -> Path:
+        beside = path.absolute().parent / FOLDER
+        if self.cache_dir is not None or is_writable(beside):
+            return self.cache_dir or beside
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "apprentice"
+
+    def check_tokenizer(self, name: str, whose: str) -> None:
+        """Raise BadInput if tokens are not those of this Hugging Face tokenizer, which is that of `whose` weights."""
+        self.split("train")
+        if not (isinstance(self.vocabulary, Subwords) and self.vocabulary.same_as(Subwords(name))):
+            expected = f"{name}, or one with its tokens: the weights of {whose} know no others"
+            raise BadInput("data.tokenizer", self.tokenizer, expected)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the token files, whose names are hashes of what determines them, and of the places in them."""
+        return {part: f"{self._texts(part).file.folder.stem} {_hash(self._texts(part).places)}" for part in LIMITS}
+
+    def _texts(self, part: str) -> Texts:
+        return cast("Texts", self.split(part))
+
+    @property
+    def num_classes(self) -> int:
+        self.split("train")
+        return len(self.vocabulary)
+
+    vocab_size = num_classes  # the name that language models use
+
+    def train_dataloader(self) -> TextLoader:  # type: ignore[override]
+        """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks."""
+        rank, replicas = self._rank_and_replicas()
+        self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
+        texts = self._texts("train")
+        return TextLoader(texts, self.batch_size, self._order(len(texts.places)), rank, replicas)
+
+
+def _hash(places: Tensor) -> str:
+    return hashlib.blake2b(places.numpy().tobytes(), digest_size=12).hexdigest()

@@ -1,0 +1,148 @@
+"""Conversations in a file of JSON lines: prompts with responses, turns of several roles, or plain texts."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from apprentice.errors import BadInput
+
+ASSISTANT, USER = "assistant", "user"
+LINES = (".jsonl", ".ndjson", ".json")  # names of files of JSON lines end so
+USUAL = (("messages",), ("prompt", "response"), ("text",))  # columns that are taken where none is named
+OPTIONS = ("prompt", "response", "messages", "text")
+
+Message = Mapping[str, Any]  # its role and content, and what else a template may read
+Row = tuple[str, Mapping[str, Any]]  # a name, such as `line 3`, and values by column
+
+
+class Conversation(NamedTuple):
+    """Turns, the assistant's of which are learned; or a text that is learned whole."""
+
+    name: str  # where it stands, such as `line 3`
+    messages: tuple[Message, ...]
+    text: str | None = None
+
+    @property
+    def prompt(self) -> str:
+        """What comes before the assistant's first turn, or the text: parts of a data set share none."""
+        if self.text is not None:
+            return self.text
+        roles = [message["role"] for message in self.messages]
+        first = roles.index(ASSISTANT) if ASSISTANT in roles else len(roles)
+        return json.dumps(self.messages[:first], default=str)
+
+    @property
+    def response(self) -> str:
+        """What is learned, as text."""
+        if self.text is not None:
+            return self.text
+        return "".join(message["content"] or "" for message in self.messages if message["role"] == ASSISTANT)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to learn, or no prompt before it."""
+        return not self.response.strip() or (self.text is None and self.messages[0]["role"] == ASSISTANT)
+
+
+class Columns(NamedTuple):
+    """Names of the columns: of prompt and response, of messages, or of plain texts."""
+
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+    text: str | None = None
+
+    def check(self) -> None:
+        """Raise BadInput for columns of two kinds, or a prompt without a response."""
+        named = [option for option in OPTIONS if getattr(self, option) is not None]
+        if named and named not in (["prompt", "response"], ["messages"], ["text"]):
+            expected = "--data.prompt and --data.response, or --data.messages, or --data.text alone"
+            raise BadInput(f"data.{named[0]}", getattr(self, named[0]), expected)
+
+    def among(self, names: Sequence[str], path: object) -> "Columns":
+        """Return the columns to read of those there are; BadInput if one is missing, or none is a usual one."""
+        for option in OPTIONS:
+            if (column := getattr(self, option)) is not None and column not in names:
+                raise BadInput(f"data.{option}", column, f"a column of {path}: {', '.join(names) or 'it has none'}")
+        if any(self):
+            return self
+        for usual in USUAL:
+            if set(usual) <= {*names}:
+                return Columns(**{option: option for option in usual})
+        expected = f"--data.prompt COLUMN and --data.response COLUMN beside it; it has {', '.join(names) or 'none'}"
+        raise BadInput("data.path", path, expected)
+
+
+def read_conversations(rows: Iterable[Row], columns: Columns, path: object) -> Iterator[Conversation]:
+    """Make conversations of rows, whose first one tells which columns there are.
+
+    Raises:
+        BadInput: there are no rows, a column is missing, or a value is no text and no list of messages.
+    """
+    chosen: Columns | None = None
+    for name, row in rows:
+        chosen = chosen or columns.among(list(row), path)
+        yield _conversation(name, row, chosen)
+    if chosen is None:
+        raise BadInput("data.path", path, "a file of conversations; this one is empty")
+
+
+def _conversation(name: str, row: Mapping[str, Any], columns: Columns) -> Conversation:
+    if columns.text is not None:
+        return Conversation(name, (), _text(row.get(columns.text), name, "text"))
+    if columns.messages is not None:
+        return Conversation(name, _messages(row.get(columns.messages), name, "messages"))
+    turns: list[Message] = []
+    for option, column, role in (("prompt", columns.prompt, USER), ("response", columns.response, ASSISTANT)):
+        value = row.get(str(column))
+        is_list = isinstance(value, list)
+        turns += _messages(value, name, option) if is_list else [{"role": role, "content": _text(value, name, option)}]
+    return Conversation(name, tuple(turns))
+
+
+def _messages(value: Any, name: str, option: str) -> tuple[Message, ...]:
+    """Turns as templates take them: contents that are lists of texts become one text."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        raise BadInput(f"data.{option}", name, "a list of messages, each with a role and a content")
+    return tuple({**message, "content": _content(message.get("content"), name, option)} for message in value)
+
+
+def _content(value: Any, name: str, option: str) -> str:
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        value = "".join(str(part.get("text")) for part in value)
+    return _text(value, name, option)
+
+
+def _text(value: Any, name: str, option: str) -> str:
+    """A text; "" of nothing, which leaves the conversation out later."""
+    if value is not None and not isinstance(value, str):
+        raise BadInput(f"data.{option}", name, f"a text there; it is a {type(value).__name__}")
+    return value or ""
+
+
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """Read a file line by line; empty lines are skipped.
+
+    Raises:
+        BadInput: the file can't be read, is not UTF-8, or a line is no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"line {number}", _json_object(path, number, line)
+    except OSError as error:
+        raise BadInput("data.path", path, f"a file of JSON lines ({error.strerror})") from error
+
+
+def _json_object(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError:
+        raise BadInput("data.path", path, f"JSON lines in UTF-8; line {number} is not") from None
+    except ValueError as error:
+        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is none: {error}") from None
+    if not isinstance(row, dict):
+        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is a {type(row).__name__}")
+    return row
