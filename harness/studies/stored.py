@@ -39,7 +39,7 @@ class StoredOutputs:
         config, data = self.config, self.session.data
         if not data.label_shape:
             raise BadInput(FLAG, config.teacher_top_k, f"texts; --data {data.name} has one label a sample")
-        if not data.train_inputs_repeat:
+        if not data.train_texts_repeat:
             same = "; --data.same_blocks true" if "same_blocks" in config.data.init_args else ""
             raise BadInput(FLAG, config.teacher_top_k, f"texts that are the same in each epoch{same}")
         if config.tune and config.teacher_top_k != "all":

@@ -116,7 +116,7 @@ class TextStore:
 
     def is_wanted(self, data: Any, _epochs: float) -> bool:
         """Say yes, or raise BadInput if samples are not the same texts in each epoch."""
-        if not getattr(data, "train_inputs_repeat", False):
+        if not getattr(data, "train_texts_repeat", False):
             name = getattr(data, "name", type(data).__name__)
             raise BadInput("data", name, "texts that are the same in each epoch beside --teacher_top_k")
         return True

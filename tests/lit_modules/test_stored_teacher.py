@@ -14,13 +14,15 @@ from torch.nn import functional as F
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from datamodules import Text
+from datamodules import Chat, Text
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Ensemble, Outputs
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum
 from lit_modules.stored_teacher import Form, Stored, TextStore, read_texts
+from lit_modules.stored_teacher.file import read_layout
 from lit_modules.tasks import Tokens
+from tests.chats import chat
 from tests.language import gpt, text
 from tests.training import assert_same, fit, on, weights
 
@@ -34,7 +36,11 @@ SMALL = {"num_layers": 1, "embed_dim": 8}
 
 
 def distil(
-    data: Text, folder: Path, stored: Stored | None = None, methods: Any = METHODS, teacher: nn.Module | None = None
+    data: Text | Chat,
+    folder: Path,
+    stored: Stored | None = None,
+    methods: Any = METHODS,
+    teacher: nn.Module | None = None,
 ) -> Distillation:
     students = {name: (gpt(**data.net_arguments, **SMALL), make()) for name, make in methods.items()}
     return Distillation(
@@ -282,3 +288,20 @@ def test_only_tokens_that_count_are_stored_however_texts_are_padded(tmp_path: Pa
     expected = torch.log_softmax(z, -1).topk(2).values.where((labels >= 0)[..., None], 0.0)
     torch.testing.assert_close(outputs.logits, expected, rtol=1e-3, atol=0)
     assert np.dtype(form.record(2**16, False)).itemsize == 2 * (2 + 2 + 1)
+
+
+@pytest.mark.parametrize("top_k", ["all", 5])
+def test_responses_of_conversations_are_stored_whatever_batch_they_are_in(top_k: Any, tmp_path: Path) -> None:
+    def trained(stored: Stored | None, teacher: nn.Module | None = None, **options: Any) -> dict[str, Tensor]:
+        data = chat(tmp_path, max_length=64, train_size=17, **options)
+        module = distil(data, tmp_path / "kept", stored, {"kd": Hinton}, teacher)
+        return weights(fit(module, data, precision="64-true"))
+
+    kept = trained(Stored(top_k))
+    path = file(tmp_path / "kept")
+    teacher = StoredTeacher(256, read_layout(path, {}).header["teacher"])
+    assert_same(kept, trained(Stored(top_k), teacher))
+    trained(Stored(top_k), teacher, batch_size=4)
+    assert file(tmp_path / "kept") == path
+    if top_k == "all":  # but for the last bits, as kernels for other widths add in another order
+        assert_same(kept, trained(None), atol=1e-12)
