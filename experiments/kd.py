@@ -211,6 +211,7 @@ def parser() -> cli.Parser:
     parser.add_variants("students", net, {}, fixed=given_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, about="one more student")
+    parser.add_recipes("only", {name: {"variants": {name: method}} for name, method in zoo.named(variants).items()})
     parser.add_recipes("zoo", {True: {"variants": zoo.methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])

@@ -86,7 +86,11 @@ class Parser(Declarations):
 
     def _recipes_of(self, early: Layer) -> list[Layer]:
         values = {**self.options.defaults, **self._values(early)}
-        return [settings for option, value, settings in self._recipes if values[option] == value]
+        return [
+            settings
+            for option, value, settings in self._recipes
+            if values[option] == value or (isinstance(values[option], list) and value in values[option])
+        ]
 
     def flag_of(self, argument: str) -> str | None:
         """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it.

@@ -15,10 +15,17 @@ from harness.runs.quiet import notice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
 
+SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in --only
 
-def methods(named: Mapping[str, str]) -> dict[str, str]:
-    """List classes whose options all have defaults, by their names in `named`, others by theirs in lower case."""
-    names = {method: name for name, method in named.items()}
+
+def named(variants: Mapping[str, str]) -> dict[str, str]:
+    """List the methods that `--only` may name beside the variants, by their names in `methods` and short ones."""
+    return {name: method for name, method in {**methods(variants), **SHORT}.items() if name not in variants}
+
+
+def methods(variants: Mapping[str, str]) -> dict[str, str]:
+    """List classes whose options all have defaults, by their names in `variants`, others by theirs in lower case."""
+    names = {method: name for name, method in variants.items()}
     return {names.get(method, method.lower()): method for method, missing in needs().items() if not missing}
 
 

@@ -30,13 +30,30 @@ class Cache:
     `SelfAttention.forward(x, cache)`; `length` is their number, and the position of the next. It holds no gradients:
     generate under `torch.no_grad()`.
 
+    Args:
+        max_length: tokens of a text at most.
+        padding: (B,) int64, tokens before the first of each text, to which no token of the text attends; None for none.
+
     Raises:
         BadInput: it is full, holds another number of texts, or gradients are on.
     """
 
-    def __init__(self, max_length: int) -> None:
-        self.max_length, self.length = max_length, 0
+    def __init__(self, max_length: int, padding: Tensor | None = None) -> None:
+        self.max_length, self.padding, self.length = max_length, padding, 0
         self._stored: Tensor | None = None  # (2, B, heads, max_length, D / heads): keys, then values
+
+    def mask(self, count: int, device: torch.device) -> Tensor | None:
+        """Return which cached tokens the last `count` attend to, (count, length) or (B, 1, count, length).
+
+        None if that is all of them, or is what a causal kernel does by itself.
+        """
+        last = torch.arange(self.length - count, self.length, device=device)[:, None]
+        slots = torch.arange(self.length, device=device)
+        if self.padding is None:
+            return None if count in {1, self.length} else slots <= last
+        # A token of padding attends to itself: a softmax of nothing would be NaN in some kernels.
+        seen: Tensor = (slots <= last) & ((slots >= self.padding[:, None, None]) | (slots == last))
+        return seen[:, None]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, heads, t, D / heads); return those of all tokens (B, heads, length, D / heads)."""
@@ -109,10 +126,8 @@ class SelfAttention(nn.Module):
                 raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
             past = cache.length
             key, value = cache.append(key, value)
-            if past:  # query t attends to keys up to past + t; torch's `is_causal` would count from the first
-                causal = False
-                if x.shape[1] > 1:
-                    mask = torch.ones(x.shape[1], cache.length, dtype=torch.bool, device=x.device).tril(past)
+            mask = cache.mask(x.shape[1], x.device)
+            causal = mask is None and not past  # torch's `is_causal` would count from the first token
         output: Tensor = self.out(self._attend(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
         return output
 

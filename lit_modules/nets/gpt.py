@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention import Backend, Cache, SelfAttention
-from lit_modules.nets.base import check_sizes, evaluating
+from lit_modules.nets.base import check_sizes
+from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
 from lit_modules.nets.transformer import Block, Transformer
 
 STD = 0.02  # of GPT-2's initial weights
@@ -118,27 +118,23 @@ class GPT(Transformer):
         """
         if length is not None and length < 0:
             raise BadInput("length", length, "0 or more tokens")
-        if not 0 <= temperature < math.inf:
-            raise BadInput("temperature", temperature, "0 or more")
-        if top_k is not None and top_k < 1:
-            raise BadInput("top_k", top_k, "at least 1")
-        rows, room = tokens.shape[0], self.block_size - tokens.shape[1]
-        if not tokens.shape[1] or room < 0:
+        sampling, (rows, start) = Sampling(temperature, top_k), tokens.shape
+        room = self.block_size - start
+        if not start or room < 0:
             raise BadInput("tokens", tuple(tokens.shape), f"prompts of 1 to {self.block_size} tokens")
-        caches = [Cache(self.block_size) if cached else None for _ in self.blocks]
-        text = tokens.new_empty(rows, tokens.shape[1] + (room if length is None else min(room, length)))
-        text[:, : tokens.shape[1]] = tokens
-        first = 0
-        with evaluating(self):
-            for end in range(tokens.shape[1], text.shape[1]):
-                logits = self._last(text[:, first:end], caches)
-                text[:, end] = _sample(logits, temperature, top_k, keyed.fold_in(seed, end))
-                first = end if cached else 0
-        return text
+        keys = row_keys(torch.arange(rows, device=tokens.device), seed)
+        count, lengths = room if length is None else min(room, length), tokens.new_full((rows,), start)
+        written = generate(self, tokens, lengths, count, keys, sampling, cached=cached).tokens
+        return torch.cat([tokens, written], 1)
 
-    def _last(self, tokens: Tensor, caches: Sequence[Cache | None]) -> Tensor:
+    def decoder(self, capacity: int, padding: Tensor | None) -> Decoder:
+        """Return what `generate` of `lit_modules.nets.generation` asks for the next logits."""
+        return partial(self._last, caches=[Cache(capacity, padding) for _ in self.blocks])
+
+    def _last(self, tokens: Tensor, caches: Sequence[Cache]) -> Tensor:
         """Compute logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
-        x = self.embedding(tokens, 0 if caches[0] is None else caches[0].length)
+        start, padding = caches[0].length, caches[0].padding
+        x = self.embedding(tokens, start, padding)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
         logits: Tensor = self.head(self.norm(x[:, -1]))
@@ -152,24 +148,13 @@ class _Embedding(nn.Module):
         self.positions = nn.Embedding(block_size, embed_dim)
         self.noise = Dropout(dropout, 0)
 
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """(B, T) -> (B, T, D), the first token at position `start`."""
+    def forward(self, tokens: Tensor, start: int = 0, padding: Tensor | None = None) -> Tensor:
+        """(B, T) -> (B, T, D), the first token at position `start`, less a text's `padding` (B,)."""
         end, block_size = start + tokens.shape[1], self.positions.num_embeddings
-        if end > block_size:
+        if end > block_size and padding is None:
             raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
+        if padding is not None:
+            places = (places - padding[:, None]).clamp(0, block_size - 1)
         embedded: Tensor = self.noise(self.tokens(tokens.long()) + self.positions(places))
         return embedded
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, key: int) -> Tensor:
-    """Draw tokens (B,) from softmax(logits / temperature) of logits (B, V), by the Gumbel-max trick."""
-    if temperature == 0:
-        return logits.argmax(1)
-    rows, count = logits.shape
-    uniform = (keyed.bits(key, torch.arange(rows, device=logits.device), count).double() + 0.5) / 2**32
-    scores, noise = logits.double() / temperature, -(-uniform.log()).log()
-    if top_k is None:
-        return (scores + noise).argmax(1)
-    scores, places = scores.topk(min(top_k, count))
-    return places.gather(1, (scores + noise.gather(1, places)).argmax(1, keepdim=True))[:, 0]

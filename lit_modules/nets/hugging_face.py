@@ -15,6 +15,7 @@ from apprentice.extras import need
 from apprentice.gguf import model_folder
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
+from lit_modules.nets.generation import Decoder
 from lit_modules.nets.layers import observe
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone
@@ -125,8 +126,9 @@ class HuggingFaceLM(Net):
         if missing:
             raise BadInput("name", name, f"a model with all its weights; it has no {missing[0]}")
         limits = {"tokens": (config.vocab_size, vocab_size)}
-        if (longest := getattr(config, "max_position_embeddings", None)) is not None:
-            limits["tokens of a text"] = longest, block_size
+        self.block_size = getattr(config, "max_position_embeddings", None)
+        if self.block_size is not None:
+            limits["tokens of a text"] = self.block_size, block_size
         for what, (largest, needed) in limits.items():
             if largest < needed:
                 raise BadInput("name", name, f"a model for {needed} {what}; it has {largest}")
@@ -135,6 +137,44 @@ class HuggingFaceLM(Net):
         """Logits (B, T, V) of tokens (B, T) of any integer type."""
         logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False).logits
         return logits[..., : self.vocab_size]
+
+    def decoder(self, capacity: int, padding: Tensor | None) -> Decoder:
+        """Return what `generate` of `lit_modules.nets.generation` asks for the next logits."""
+        return Past(self.model, self.vocab_size, self.block_size, padding)
+
+
+class Past:
+    """A decoder of a causal language model of transformers, with its own cache; positions are always passed.
+
+    Args:
+        model: of transformers.
+        vocab_size: of the logits.
+        block_size: positions that the model has, if these end.
+        padding: (b,) int64, tokens before the first of each text; None for none.
+    """
+
+    def __init__(self, model: nn.Module, vocab_size: int, block_size: int | None, padding: Tensor | None) -> None:
+        self.model, self.vocab_size, self.padding = model, vocab_size, padding
+        self.last_place = None if block_size is None else block_size - 1
+        self.length, self.past = 0, None
+        self.accepts = inspect.signature(model.forward).parameters
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (b, V) after the last of tokens (b, t), which follow those of earlier calls."""
+        start, self.length = self.length, self.length + tokens.shape[1]
+        slots = torch.arange(self.length, device=tokens.device)[None]
+        places, options = slots[:, start:].expand(len(tokens), -1), dict[str, Any]()
+        if self.padding is not None:
+            options["attention_mask"] = (slots >= self.padding[:, None]).long()
+            places = places - self.padding[:, None]
+        if "position_ids" in self.accepts:  # rows that have ended may be beyond the last
+            options["position_ids"] = places.clamp(0, self.last_place)
+        if "logits_to_keep" in self.accepts:
+            options["logits_to_keep"] = 1
+        output = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True, **options)
+        self.past = output.past_key_values
+        logits: Tensor = output.logits[:, -1, : self.vocab_size]
+        return logits
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Objectives: one distillation method a file. A new method is a file here and a line below."""
 
+from lit_modules.objectives.adaptive_kl import AdaptiveKL
 from lit_modules.objectives.attention_transfer import AttentionTransfer
 from lit_modules.objectives.base import FeatureObjective, Objective, Place, Term
 from lit_modules.objectives.cc import CC
@@ -13,6 +14,7 @@ from lit_modules.objectives.dkd import DKD
 from lit_modules.objectives.dml import DML
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.fitnet import FitNet
+from lit_modules.objectives.gkd import GKD
 from lit_modules.objectives.hint import Hint
 from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.jensen_shannon import JensenShannon
@@ -26,9 +28,11 @@ from lit_modules.objectives.review_kd import ReviewKD
 from lit_modules.objectives.rkd import RKD
 from lit_modules.objectives.rld import RLD
 from lit_modules.objectives.simkd import SimKD
+from lit_modules.objectives.skew_kl import SkewKL
 from lit_modules.objectives.sp import SP
 from lit_modules.objectives.stages import StagesObjective
 from lit_modules.objectives.sum import Sum
 from lit_modules.objectives.tf_kd import TfKD
+from lit_modules.objectives.total_variation import TotalVariation
 from lit_modules.objectives.ttm import TTM
 from lit_modules.objectives.vid import VID

@@ -46,8 +46,18 @@ class JensenShannon(LogitObjective):
         self.js_weight, self.ce_weight = weight("js_weight", js_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        log_p_s, log_p_t = self.log_probabilities(student, teacher)
-        log_m = torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
-        divergence = self.beta * kl(log_p_t, log_m) + (1 - self.beta) * kl(log_p_s, log_m)
+        divergence = generalized_jsd(*self.log_probabilities(student, teacher), self.beta)
         js = Term(divergence * self.temperature**2, self.js_weight)
         return {"js": js, "ce": ce_term(student, labels, self.ce_weight)}
+
+
+def generalized_jsd(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return (b, ...), beta KL(p_t || m) + (1 - beta) KL(p_s || m) with m = beta p_t + (1 - beta) p_s.
+
+    The distributions are log-probabilities (b, ..., classes). At its ends, KL(p_t || p_s) for beta 0 and
+    KL(p_s || p_t) for beta 1, it is not the formula, which is 0 there.
+    """
+    if beta in (0, 1):
+        return kl(log_s, log_t) if beta else kl(log_t, log_s)
+    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+    return beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)

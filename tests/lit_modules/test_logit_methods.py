@@ -17,9 +17,11 @@ from lit_modules.objectives import (
     CTKD,
     DIST,
     DKD,
+    GKD,
     NKD,
     RLD,
     TTM,
+    AdaptiveKL,
     CrossEntropy,
     DeiTToken,
     Hinton,
@@ -29,9 +31,11 @@ from lit_modules.objectives import (
     Objective,
     Place,
     ReverseKL,
+    SkewKL,
     Sum,
     Term,
     TfKD,
+    TotalVariation,
 )
 from lit_modules.objectives.logits import temper, zscore
 from tests.formulas import assert_equal, total
@@ -122,6 +126,31 @@ def ctkd(s: Tensor, t: Tensor, y: int, temperature: float = 1 + 20 / (1 + math.e
     return 0.9 * temperature**2 * kl(p(t, temperature), p(s, temperature)) + 0.1 * ce(s, t, y)
 
 
+def gkd(s: Tensor, t: Tensor, y: int, beta: float = 0.3) -> Tensor:
+    a, b = p(s, 2.0), p(t, 2.0)
+    if beta in {0, 1}:
+        return 4 * (kl(a, b) if beta else kl(b, a)) + 0.5 * ce(s, t, y)
+    m = beta * b + (1 - beta) * a
+    return 4 * (beta * kl(b, m) + (1 - beta) * kl(a, m)) + 0.5 * ce(s, t, y)
+
+
+def skew(s: Tensor, t: Tensor, y: int, reverse: bool = False) -> Tensor:
+    a, b = p(s, 2.0), p(t, 2.0)
+    return 4 * (kl(a, 0.9 * b + 0.1 * a) if reverse else kl(b, 0.1 * b + 0.9 * a))
+
+
+def akl(s: Tensor, t: Tensor, y: int) -> Tensor:
+    a, b, gap, head = p(s), p(t), [0.0, 0.0], 0.0
+    for c in sorted(range(len(t)), key=lambda c: -t[c].item()):
+        gap[head >= 0.5] += (a[c] - b[c]).abs().item()
+        head += b[c].item()
+    return (gap[0] * kl(b, a) + gap[1] * kl(a, b)) / sum(gap)
+
+
+def tv(s: Tensor, t: Tensor, y: int) -> Tensor:
+    return 2 * (p(t, 2.0) - p(s, 2.0)).abs().sum() / 2 + 0.5 * ce(s, t, y)
+
+
 METHODS: dict[str, tuple[Callable[[], Objective], Loss]] = {
     "dkd": (DKD, dkd),
     "nkd": (lambda: NKD(gamma=3.5, temperature=3.0), nkd),
@@ -133,6 +162,13 @@ METHODS: dict[str, tuple[Callable[[], Objective], Loss]] = {
     "tfkd": (TfKD, tfkd),
     "ctkd": (lambda: CTKD().double(), ctkd),
     "smooth": (lambda: CrossEntropy(label_smoothing=0.1), smooth),
+    "gkd": (lambda: GKD(0.3, 2.0, ce_weight=0.5), gkd),
+    "gkd, forward": (lambda: GKD(0, 2.0, ce_weight=0.5), partial(gkd, beta=0)),
+    "gkd, reverse": (lambda: GKD(1, 2.0, ce_weight=0.5), partial(gkd, beta=1)),
+    "skew": (lambda: SkewKL(temperature=2.0), skew),
+    "skew, reverse": (lambda: SkewKL(temperature=2.0, reverse=True), partial(skew, reverse=True)),
+    "akl": (AdaptiveKL, akl),
+    "tv": (lambda: TotalVariation(2.0, ce_weight=0.5), tv),
     "standardised": (lambda: Hinton(2.0, 9.0, 0.1, standardize=True), hinton),
 }
 
@@ -185,6 +221,8 @@ def test_methods_warm_up_by_whole_epochs(make: Callable[..., Objective], weights
 EVERY: dict[str, Callable[..., Objective]] = {
     "hinton": Hinton, "reverse": ReverseKL, "js": JensenShannon, "dkd": DKD, "nkd": NKD, "ttm": TTM, "dist": DIST,
     "rld": RLD, "mse": LogitMSE, "ctkd": CTKD, "wttm": lambda **options: TTM(0.2, 4.0, weighted=True, **options),
+    "gkd": GKD, "gkd, forward": partial(GKD, 0), "gkd, reverse": partial(GKD, 1), "skew": SkewKL,
+    "skew, reverse": partial(SkewKL, reverse=True), "akl": AdaptiveKL, "tv": TotalVariation,
 }  # fmt: skip
 
 

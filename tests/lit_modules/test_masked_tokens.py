@@ -67,6 +67,10 @@ OBJECTIVES: dict[str, Callable[[], objectives.Objective]] = {
     "tfkd": objectives.TfKD,
     "ctkd": objectives.CTKD,
     "dist": objectives.DIST,
+    "gkd": objectives.GKD,
+    "skew": objectives.SkewKL,
+    "akl": objectives.AdaptiveKL,
+    "tv": objectives.TotalVariation,
     "sum": lambda: objectives.Sum([objectives.Hinton(), objectives.LogitMSE()], [1.0, 0.5]),
 }
 WHOLE: dict[str, Callable[[], objectives.Objective]] = {

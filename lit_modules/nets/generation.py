@@ -1,0 +1,178 @@
+"""Texts that language models write: each token is drawn by a key, so that it depends on no other text."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from apprentice import keyed
+from apprentice.errors import BadInput
+from lit_modules.nets.base import evaluating
+
+Decoder = Callable[[Tensor], Tensor]  # the next tokens (b, t), t > 0 -> logits (b, V) after the last of them
+TOLERANCE = 1e-2  # of log-probabilities in float32, between a decoder and one pass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from logits.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from this many of the likeliest tokens, and those as likely as the last; default: from all.
+        top_p: draw from the likeliest tokens whose probabilities reach this sum together; default: from all.
+
+    Raises:
+        BadInput: a value can't be used.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise BadInput("temperature", self.temperature, "0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise BadInput("top_k", self.top_k, "at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise BadInput("top_p", self.top_p, "above 0, at most 1")
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Return tokens (b,) at the places `uniform` (b,) of the distribution of logits (b, V), in float64."""
+        if self.temperature == 0:
+            return logits.argmax(1)
+        z = logits.double() / self.temperature
+        if self.top_k is not None:
+            z = z.masked_fill(z < z.topk(min(self.top_k, z.shape[1])).values[:, -1:], -math.inf)
+        p = z.softmax(1)
+        if self.top_p is not None:
+            ordered = p.sort(1, descending=True).values
+            least = ordered.masked_fill(ordered.cumsum(1) - ordered >= self.top_p, math.inf).amin(1, keepdim=True)
+            p = p.where(p >= least, 0.0)
+        reached = p.cumsum(1)
+        places = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
+        return places[:, 0].clamp(max=z.shape[1] - 1)  # beyond the last if logits are NaN
+
+
+class Generated(NamedTuple):
+    """Responses of b prompts."""
+
+    tokens: Tensor  # (b, N) int64, N the most tokens that were asked for; 0 after a row's last token
+    lengths: Tensor  # (b,) int64, the tokens of each row, its end token among them; 0 where there was no room
+
+
+def row_keys(samples: Tensor, *keys: int) -> Tensor:
+    """Return keys (b,) of `generate` for the samples (b,) int64, such as places in a set, by keys as seed and step."""
+    return keyed.bits(keyed.fold_in(*keys), samples)[:, 0]
+
+
+def generate(
+    net: nn.Module, prompts: Tensor, lengths: Tensor, max_new_tokens: int, keys: Tensor | None = None,
+    sampling: Sampling | None = None, ends: Sequence[int] = (), cached: bool = True,
+) -> Generated:  # fmt: skip
+    """Continue prompts, each by the draws of its key: other rows change a row by the rounding of logits only.
+
+    The net is in eval mode and without gradients meanwhile. One with `decoder(capacity, padding)` caches what it has
+    computed; any other net from tokens (b, T) to logits (b, T, V) computes all tokens again for each new one.
+
+    Args:
+        net: tokens to logits; texts do not grow beyond its `block_size`, if it has one that is not None.
+        prompts: (b, T) integers, padded on the right with any tokens.
+        lengths: (b,) of the prompts; a row of 0 stays without a response.
+        max_new_tokens: N, of each row at most.
+        keys: (b,) int64 of 32 bits, see `row_keys`; needed unless the temperature is 0.
+        sampling: how tokens are drawn.
+        ends: tokens after which a row ends.
+        cached: whether to use the net's decoder.
+    """
+    sampling = sampling or Sampling()
+    longest = getattr(net, "block_size", None)
+    room = torch.full_like(lengths, max_new_tokens)
+    if longest is not None:
+        room = room.minimum(longest - lengths)
+    room = room.where(lengths > 0, 0).clamp(min=0)
+    tokens = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=prompts.device)
+    counts, rows = torch.zeros_like(room), room.nonzero()[:, 0]
+    if len(rows):
+        uniform = torch.zeros(len(rows), max_new_tokens, dtype=torch.float64, device=prompts.device)
+        if sampling.temperature:
+            assert keys is not None, "draws need keys"
+            uniform = (keyed.bits(0, keys[rows], max_new_tokens).double() + 0.5) / 2**32
+        start, padding = _align(prompts[rows].long(), lengths[rows])
+        with evaluating(net):
+            decoder = _decoder(net, start.shape[1] + max_new_tokens, padding, cached)
+            tokens[rows], counts[rows] = _write(decoder, start, uniform, room[rows], sampling, ends)
+    return Generated(tokens, counts)
+
+
+def _align(prompts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Move the padding of prompts (b, T) to the left; return also its size in each row (b,), None if there is none."""
+    width = int(lengths.max())
+    padding = width - lengths
+    if not padding.any():
+        return prompts[:, :width], None
+    places = torch.arange(width, device=prompts.device) - padding[:, None]
+    return prompts.gather(1, places.clamp(min=0)), padding
+
+
+def _write(
+    decoder: Decoder, start: Tensor, uniform: Tensor, room: Tensor, sampling: Sampling, ends: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens (b, N) with the uniform numbers (b, N), `room` (b,) at most in a row; return also their numbers."""
+    tokens = torch.zeros(uniform.shape, dtype=torch.int64, device=start.device)
+    counts, stops, new = torch.zeros_like(room), torch.tensor(ends, dtype=torch.int64, device=start.device), start
+    alive = room > 0
+    for place in range(uniform.shape[1]):
+        drawn = sampling.draw(decoder(new), uniform[:, place])
+        tokens[:, place], counts = drawn.where(alive, 0), counts + alive
+        alive = alive & (counts < room) & ~torch.isin(drawn, stops)
+        if not alive.any():
+            break
+        new = drawn[:, None]
+    return tokens, counts
+
+
+def _decoder(net: nn.Module, capacity: int, padding: Tensor | None, cached: bool = True) -> Decoder:
+    make: Any = getattr(net, "decoder", None) if cached else None
+    return _Recomputing(net, padding) if make is None else make(capacity, padding)
+
+
+class _Recomputing:
+    """A decoder for any net: all tokens again, padded on the right."""
+
+    def __init__(self, net: nn.Module, padding: Tensor | None) -> None:
+        self.net, self.padding = net, padding
+        self.text: Tensor | None = None  # (b, T), padded on the left
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self.text = text = tokens if self.text is None else torch.cat([self.text, tokens], 1)
+        last = torch.full_like(text[:, 0], text.shape[1] - 1)
+        if self.padding is not None:
+            places = torch.arange(text.shape[1], device=text.device) + self.padding[:, None]
+            text, last = text.gather(1, places.clamp(max=text.shape[1] - 1)), last - self.padding
+        longest = getattr(self.net, "block_size", None) or text.shape[1]  # rows that have ended may be beyond it
+        logits: Tensor = self.net(text[:, :longest])
+        return logits[torch.arange(len(text)), last.clamp(max=longest - 1)]
+
+
+@torch.no_grad()
+def check_writer(net: nn.Module, flag: str = "net") -> None:
+    """Raise BadInput unless the net writes: tokens to logits (b, T, V), and its decoder gives those of one pass."""
+    texts, lengths, name = torch.tensor([[0, 1, 0], [1, 0, 0]]), torch.tensor([3, 1]), type(net).__name__
+    texts = texts.to(next(net.parameters()).device)
+    with evaluating(net):
+        logits = net(texts)
+        if logits.dim() != 3 or logits.shape[:2] != texts.shape:
+            raise BadInput(flag, name, f"a language model, with logits (b, T, V); it gives {tuple(logits.shape)}")
+        start, padding = _align(texts, lengths)
+        decoder = _decoder(net, 4, padding)
+        first, second = decoder(start), decoder(texts.new_tensor([[0], [0]]))
+        expected = net(torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]], device=texts.device))
+    pairs = [(first, expected[[0, 1], [2, 0]]), (second, expected[[0, 1], [3, 1]])]
+    errors = [(a.log_softmax(-1) - b.log_softmax(-1)).abs().max() for a, b in pairs]
+    if not max(errors) < TOLERANCE:
+        raise BadInput(flag, name, "a model whose cached keys and values of padded texts give the logits of one pass")
