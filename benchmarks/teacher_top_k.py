@@ -30,11 +30,18 @@ FORMS = [Form(k, "bucket", (1.0, 2.0)) for k in (8, 32, 128)]
 FORMS += [Form(32, "renormalize", ()), Form(32, "sample", (1.0,)), Form(None, "bucket", ())]
 
 
+def layers_of(net: HuggingFaceLM) -> nn.ModuleList:
+    """Return the layers of a Llama-like model."""
+    layers = net.get_submodule("model.model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 def without_layers(teacher: HuggingFaceLM, kept: Sequence[int]) -> HuggingFaceLM:
     """Return a copy with these layers alone."""
     student = copy.deepcopy(teacher)
-    layers = student.model.model.layers
-    student.model.model.layers = nn.ModuleList([layers[i] for i in kept])  # type: ignore[union-attr]
+    layers = layers_of(student)
+    student.get_submodule("model.model").layers = nn.ModuleList([layers[i] for i in kept])
     return student
 
 
@@ -53,7 +60,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     data.setup()
     everything = sum(int(data.split(part).labels.sum()) for part in ("train", "validation", "test"))
     teacher = HuggingFaceLM(folder, data.num_classes, data.block_size, pretrained=True).eval()
-    count = len(teacher.model.model.layers)  # type: ignore[union-attr, arg-type]
+    count = len(layers_of(teacher))
     quarter = count // 4
     students = {
         "near": without_layers(teacher, [i for i in range(count) if i != count // 2]),

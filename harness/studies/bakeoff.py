@@ -33,11 +33,13 @@ from harness.studies.choices import (
     check_batch_size,
     check_modules,
     check_net,
+    is_pruned,
     judged_by,
     tell_direction,
 )
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
+from harness.studies.pruning import Pruning
 from harness.studies.stored import StoredOutputs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
@@ -57,7 +59,8 @@ class BakeOff:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.arms = arms(session.config)
-        self.launcher, self.stored = build_launcher(session), StoredOutputs(session, self.arms.values())
+        self.launcher = build_launcher(session)
+        self.pruning, self.stored = Pruning(session), StoredOutputs(session, self.arms.values())
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -82,7 +85,10 @@ class BakeOff:
         loaded = {key: load_net(folder / row_of(key), "out") for key in first.teachers}
         if any(isinstance(net, StoredTeacher) for net in loaded.values()):  # its file lacks what new students need
             loaded = {key: self.teacher(plan.seed, key).net for key in first.teachers}
-        return self.students(plan.seed, plan.arms, merge_teachers(loaded, first.teachers))
+        teacher = merge_teachers(loaded, first.teachers)
+        for net in dict.fromkeys(arm.net for arm in plan.arms if is_pruned(self.config, arm.net)):
+            self.pruning.choose(net, plan.seed, teacher)
+        return self.students(plan.seed, plan.arms, teacher)
 
     def check(self) -> None:
         """Build everything once; under `--zoo`, leave out arms that do not fit the nets, with a line that says why.
@@ -99,7 +105,7 @@ class BakeOff:
         self.stored.check()
         for key in self.teachers if self.stored.net(first) is None else []:
             check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
-        for net in dict.fromkeys(arm.net for arm in self.arms.values()):
+        for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_pruned(config, arm.net)):
             check_net(session, net, trainer)
         if "{seed}" in (config.teacher_ckpt or ""):
             for seed in others:

@@ -22,6 +22,7 @@ from harness.studies.members import choice_spec, is_ensemble, make_members
 from lit_modules import nets
 from lit_modules.learner import Learner
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
+from lit_modules.nets.recorded import Recorded, path_of
 from lit_modules.tasks import Metric, OwnMetric, Task, task_of
 
 NARROW = {"16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"}  # precisions of weights
@@ -35,8 +36,13 @@ def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
 
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
-    """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes."""
+    """Build the net chosen under a key, its first weights from the seed alone, with arguments that the data fixes.
+
+    BadInput for one that is made of a teacher.
+    """
     choice = cli.choice_at(config, key)
+    if is_pruned(config, key):
+        raise BadInput(key, choice.name, "a net by itself; Pruned is a student of kd.py, made of its teacher's weights")
     of_ensemble = {"members": make_members(choice, key, seed, arguments)} if is_ensemble(choice) else {}
     net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **of_ensemble)))
     return net.double() if double else net
@@ -51,6 +57,11 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
     return net
 
 
+def is_pruned(config: Namespace, key: str) -> bool:
+    """Return whether the net chosen under a key is made of its teacher's weights."""
+    return issubclass(cli.choice_at(config, key).target, nets.Pruned)
+
+
 def net_spec(run: Session, key: str) -> Spec:
     """Return how to rebuild the net chosen under a key."""
     choice = cli.choice_at(run.config, key)
@@ -62,6 +73,8 @@ def trained_spec(run: Session, key: str, net: nn.Module, teacher: str = "teacher
 
     `teacher` is the key under which the teacher was chosen.
     """
+    if is_pruned(run.config, key) and isinstance(net, Recorded):
+        return spec(path_of(type(net)), net.rebuild_arguments(net.init_args))
     chosen = net_spec(run, key)
     if type(net) is import_class(chosen["class_path"], key):
         return chosen

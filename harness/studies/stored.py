@@ -13,6 +13,7 @@ from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import TEACHER, TEACHERS
+from harness.studies.choices import is_pruned
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.top_k import Tail
@@ -28,7 +29,9 @@ class StoredOutputs:
     def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
         self.session, self.config = session, session.config
         self.is_on = self.config.teacher_top_k is not None
-        self.objectives = {arm.name: arm.objective(self.config) for arm in arms} if self.is_on else {}
+        listed = list(arms) if self.is_on else []
+        self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
+        self.needs_weights = any(is_pruned(self.config, arm.net) for arm in listed)
         self._nets: dict[int, StoredTeacher | None] = {}
         self._digest = ""
 
@@ -58,10 +61,14 @@ class StoredOutputs:
     def net(self, seed: int) -> StoredTeacher | None:
         """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
 
+        None where a student is made of its weights: then it is loaded, but does not run.
+
         Raises:
             BadInput: the file is there, but changed or damaged.
         """
-        if seed not in self._nets:
+        if seed not in self._nets and self.needs_weights:
+            self._nets[seed] = None
+        elif seed not in self._nets:
             found = self._file(seed)
             has_test = found is not None and self._record(found[0]).exists()
             self._nets[seed] = found[1] if found is not None and has_test else None

@@ -18,6 +18,7 @@ from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
 from lit_modules.nets.layers import DEFAULT_LAYER, find_stage, heads, layer, run
 from lit_modules.nets.mobilenet import MobileNetV2
 from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet
+from lit_modules.nets.pruned import Pruned
 from lit_modules.nets.resnet import ResNet
 from lit_modules.nets.rnn import RNNClassifier
 from lit_modules.nets.shufflenet import ShuffleNetV1, ShuffleNetV2

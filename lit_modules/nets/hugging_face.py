@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lit_modules.nets.layers import observe
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a terminal
 
 
@@ -90,10 +91,14 @@ class HuggingFaceLM(Net):
         vocab_size: number of tokens, V.
         block_size: tokens of a text at most, T.
         pretrained: start with its weights, not with new ones.
+        config: changes to its configuration, as {"num_hidden_layers": 2, "hidden_size": 96}: a smaller model of the
+            same family, with new weights. `Pruned` keeps the teacher's weights.
+        dtype: of its weights. In bfloat16 they take half the memory, for a teacher.
+        checkpointing: store only the inputs of its blocks for backward, and compute these again.
 
     Raises:
         Missing: transformers is not installed.
-        BadInput: no such model, or one for fewer tokens or shorter texts.
+        BadInput: no such model, or one for fewer tokens or shorter texts, or a configuration that it can't have.
     """
 
     untrained = MappingProxyType({"pretrained": False})
@@ -104,19 +109,30 @@ class HuggingFaceLM(Net):
         """Its own, if it begins with its weights."""
         return options["name"] if options.get("pretrained") else None
 
-    def __init__(self, name: str, vocab_size: int, block_size: int, pretrained: bool = False) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, block_size: int, pretrained: bool = False,
+        config: dict[str, Any] | None = None, dtype: Literal["float32", "bfloat16"] = "float32",
+        checkpointing: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        if config and pretrained:
+            raise BadInput("config", config, "no pretrained weights beside it; Pruned keeps a part of a teacher's")
+        if dtype not in DTYPES:
+            raise BadInput("dtype", dtype, " or ".join(DTYPES))
         self.vocab_size = vocab_size
         with import_transformers(name, "a causal language model") as transformers:
             folder = model_folder(name)
-            config = transformers.AutoConfig.from_pretrained(folder, **SAFE)
+            settings = transformers.AutoConfig.from_pretrained(folder, **SAFE)
+            change_config(settings, config or {})
             kind = transformers.AutoModelForCausalLM
             self.model: nn.Module
             if pretrained:
-                self.model, missing = _load(kind, folder)
+                self.model, missing = _load(kind, folder, DTYPES[dtype])
                 self.tokenizer = name
             else:
-                self.model, missing = kind.from_config(config, dtype=torch.float32), []
+                self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
+            if checkpointing:
+                self.model.gradient_checkpointing_enable()  # type: ignore[operator]
             with torch.no_grad():
                 texts = torch.tensor([[0, 0], [0, 1]])
                 first, second = self.model.eval()(input_ids=texts, use_cache=False).logits[:, 0]
@@ -125,8 +141,8 @@ class HuggingFaceLM(Net):
             raise BadInput("name", name, "a causal language model; this one looks at later tokens")
         if missing:
             raise BadInput("name", name, f"a model with all its weights; it has no {missing[0]}")
-        limits = {"tokens": (config.vocab_size, vocab_size)}
-        self.block_size = getattr(config, "max_position_embeddings", None)
+        limits = {"tokens": (settings.vocab_size, vocab_size)}
+        self.block_size = getattr(settings, "max_position_embeddings", None)
         if self.block_size is not None:
             limits["tokens of a text"] = self.block_size, block_size
         for what, (largest, needed) in limits.items():
@@ -214,10 +230,35 @@ def _find_source(outputs: Mapping[str, Any], state: Tensor) -> str | None:
     return min((path for path in inside if path.rpartition(".")[2].isdigit()), key=len, default=None)
 
 
-def _load(kind: Any, name: str) -> tuple[nn.Module, list[str]]:
+def _load(kind: Any, name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[str]]:
     """Load a model with its weights; return also the names of the weights that it lacks."""
-    model, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **SAFE)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **SAFE)
     return model, sorted(info["missing_keys"])
+
+
+def change_config(config: Any, changes: Mapping[str, Any]) -> None:
+    """Change a configuration of transformers in place, by its own names or those that all families share.
+
+    Raises:
+        BadInput: it has no such key, or heads that don't divide what they share.
+    """
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise BadInput("config", {key: value}, f"keys of {type(config).__name__}, as num_hidden_layers")
+        setattr(config, key, value)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "layer_types" not in changes and len(kinds) != config.num_hidden_layers:
+        config.layer_types = [kinds[number % len(kinds)] for number in range(config.num_hidden_layers)]
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not changes or not isinstance(heads, int) or not isinstance(width, int):
+        return
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if heads < 1 or heads % groups:
+        expected = f"num_attention_heads that num_key_value_heads divides; {groups} do not divide {heads}"
+        raise BadInput("config", dict(changes), expected)
+    if getattr(config, "head_dim", None) is None and width % heads:
+        expected = f"a hidden_size that num_attention_heads divides; {heads} do not divide {width}"
+        raise BadInput("config", dict(changes), expected)
 
 
 @contextmanager

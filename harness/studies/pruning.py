@@ -1,0 +1,65 @@
+"""Students that are made of their teacher's weights: what they keep is measured once a seed, written down and said."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from apprentice import keyed
+from apprentice.batch import IGNORED
+from harness import cli
+from harness.runs.files import read_text, write_json
+from harness.runs.launch import is_main_process, main_first
+from harness.runs.quiet import notice
+from harness.runs.session import Session
+from lit_modules import nets
+from lit_modules.nets.pruned import Kept
+
+MEASURED = 256  # labels, at least, of whole samples
+
+
+class Pruning:
+    """What the students keep of their teachers, by the seed and the flag that chose the student.
+
+    Until `choose` was called for one, it keeps its first blocks: enough to check the options.
+    """
+
+    def __init__(self, run: Session) -> None:
+        self.run = run
+        self.kept: dict[tuple[int, str], Kept] = {}
+
+    def student(self, key: str, seed: int, teacher: nn.Module) -> nn.Module:
+        """Build the student chosen under a key; BadInput if its options don't fit the teacher."""
+        choice = cli.choice_at(self.run.config, key)
+        with cli.refusals(choice, key):
+            pruned: nets.Pruned = cli.build(choice, key)
+            return pruned.make(teacher, self.kept.get((seed, key)) or pruned.first(teacher))
+
+    def choose(self, key: str, seed: int, teacher: nn.Module) -> None:
+        """Choose what a student keeps, or read what was chosen before: on rank zero, for all ranks."""
+        if (seed, key) in self.kept:
+            return
+        run, choice, path = self.run, cli.choice_at(self.run.config, key), self._file(key, seed)
+        with main_first(f"pruning {key} {seed}"):
+            if not path.exists() and is_main_process():
+                tokens, labels = self._texts(seed)
+                with cli.refusals(choice, key):
+                    pruned: nets.Pruned = cli.build(choice, key)
+                    kept = pruned.choose(teacher, tokens, labels)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, kept._asdict())
+            self.kept[seed, key] = Kept.read(read_text(path))
+        if is_main_process():
+            notice(f"seed {seed} {key}: {choice.name} keeps {self.kept[seed, key]}; {path.relative_to(run.out)}")
+
+    def _file(self, key: str, seed: int) -> Path:
+        return self.run.out / f"seed{seed}" / f"{key.replace('.', '-')}.pruned.json"
+
+    def _texts(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return tokens (b, T) and labels (b, T) of samples that the run trains on, drawn by the seed."""
+        data, count = self.run.data, 1
+        order = keyed.permutation(len(data.split("train").labels), seed, *b"pruning")
+        while True:
+            batch = data.samples("train", order[:count])
+            if count >= len(order) or int((batch.labels != IGNORED).sum()) >= MEASURED:
+                return batch.inputs, batch.labels
+            count += 1

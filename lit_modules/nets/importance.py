@@ -1,0 +1,151 @@
+"""What parts of a language model matter, measured on a few texts: the loss without a block, activations."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from apprentice.batch import IGNORED
+
+TRIES = 4  # blocks that are measured again before one more is left out
+
+
+class Loss(Protocol):
+    """The loss of a net with some of its blocks."""
+
+    def __call__(self, kept: Sequence[int]) -> float: ...
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Say that the next calls leave out one more than these."""
+
+
+def drop_blocks(loss: Loss, count: int, left: int) -> tuple[list[int], float, float]:
+    """Leave out one block after the other, each time the one without which the loss is least.
+
+    Only the `TRIES` blocks that raised it least when they were last measured are measured again.
+
+    Returns:
+        The blocks that are left, the loss with them, and the loss with all.
+    """
+    kept = list(range(count))
+    whole = least = loss(kept)
+    loss.settle(kept)
+    increases = {number: loss(_without(kept, number)) - whole for number in kept}
+    while len(kept) > left:
+        tried = sorted(kept, key=lambda number: increases[number])[:TRIES]
+        losses = {number: loss(_without(kept, number)) for number in tried}
+        increases |= {number: value - least for number, value in losses.items()}
+        dropped = min(tried, key=lambda number: losses[number])
+        kept, least = _without(kept, dropped), losses[dropped]
+        loss.settle(kept)
+    return kept, least, whole
+
+
+def _without(kept: Sequence[int], number: int) -> list[int]:
+    return [block for block in kept if block != number]
+
+
+class Subset:
+    """Inside, the net computes with these blocks in place of the list of blocks at `path`."""
+
+    def __init__(self, net: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:
+        parent, _, self.name = path.rpartition(".")
+        self.parent = net.get_submodule(parent)
+        self.before, self.blocks = getattr(self.parent, self.name), nn.ModuleList(blocks)
+
+    def __enter__(self) -> None:
+        setattr(self.parent, self.name, self.blocks)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.parent, self.name, self.before)
+
+
+class _Stored(nn.Module):
+    """In place of the first blocks: their output, which was computed before."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+
+class TokenLoss:
+    """The mean cross-entropy a token of a net with some of its blocks.
+
+    What blocks before the one that is left out compute is stored, which halves the time.
+
+    Args:
+        net: tokens (b, T) -> logits (b, T, V), in eval mode; blocks pass on what they return.
+        path: of the list of its blocks.
+        tokens: (b, T).
+        labels: (b, T), -100 counts nowhere.
+    """
+
+    def __init__(self, net: nn.Module, path: str, tokens: Tensor, labels: Tensor) -> None:
+        self.net, self.path, self.tokens, self.labels = net, path, tokens, labels.long()
+        self.blocks = list(net.get_submodule(path).children())
+        self.settled: tuple[list[int], list[Any]] = [], []  # blocks, and the output of each after those before it
+        self.best: tuple[float, list[int], list[Any]] = math.inf, [], []  # since then
+
+    @torch.no_grad()
+    def __call__(self, kept: Sequence[int]) -> float:
+        before, outputs = self.settled
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, before, strict=False)))
+        blocks, new = [self.blocks[number] for number in kept[same:]], list[Any]()
+        start = [_Stored(outputs[same - 1])] if same else []
+        hooks = [block.register_forward_hook(lambda _m, _i, output: new.append(output)) for block in blocks]
+        try:
+            with Subset(self.net, self.path, [*start, *blocks]):
+                logits = self.net(self.tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), self.labels.flatten(), ignore_index=IGNORED).item()
+        if loss < self.best[0]:
+            self.best = loss, list(kept), [*outputs[:same], *new]
+        return loss
+
+    def settle(self, kept: Sequence[int]) -> None:
+        _, best, outputs = self.best
+        if best == list(kept):
+            self.settled = best, outputs
+        self.best = math.inf, [], []
+
+
+@torch.no_grad()
+def mean_inputs(
+    net: nn.Module, layers: Sequence[nn.Module], size: Callable[[Tensor], Tensor], tokens: Tensor, counted: Tensor
+) -> list[Tensor]:
+    """Return the mean of a size of each layer's inputs (n, D), such as their absolute values, over counted tokens.
+
+    Args:
+        net: tokens (b, T) -> anything.
+        layers: of the net, each called once.
+        size: of n inputs, (n, D) -> (n, parts).
+        tokens: (b, T).
+        counted: (b, T), True for those that count.
+    """
+    means: dict[nn.Module, Tensor] = {}
+
+    def measure(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0].view(*counted.shape, -1)[counted]
+        means[layer] = size(x.float()).mean(0)
+
+    hooks = [layer.register_forward_pre_hook(measure) for layer in layers]
+    try:
+        net(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [means[layer] for layer in layers]
+
+
+def largest(scores: Tensor, count: int) -> list[int]:
+    """Return the places of the largest scores (n,), in their order; of equal ones the first."""
+    return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
