@@ -47,12 +47,17 @@ class Batch(NamedTuple):
     count: int  # type: ignore[assignment]  # rows in the global batch
     replicas: int  # number of ranks that gradients are averaged over, without parameter servers
     step: int  # number of this global batch since training began
-    # None if all labels count; else rows of the global batch for each label that does, times T of texts (b, T).
-    label_weight: float | None = None
+    # None if all labels count; else rows of the global batch for each label that does, times T of texts (b, T). Where
+    # texts count alike whatever their lengths, (b, T): rows for each text, times T / the text's labels that count.
+    label_weight: float | Tensor | None = None
     mixed: Partners | Mixed | None = None  # partners before mixing, second labels after it
     # (classes,) float64, weights of cross-entropies by their label, whose mean over the global batch's labels is 1.
     class_weights: Tensor | None = None
     draws: Tensor | None = None  # (b,) int64, in place of `index` what augmentation draws for, if samples come again
+    # Of rows with several texts each, for each token (b, T) int64: the place in its row where its text begins, and the
+    # text's place in its data set, -1 where a row is filled up. `index` has the place of each row's first text.
+    starts: Tensor | None = None
+    texts: Tensor | None = None
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":
@@ -78,9 +83,11 @@ class Batch(NamedTuple):
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
         mixed = self.mixed and type(self.mixed)(*(tensor[start:stop] for tensor in self.mixed))
         draws = None if self.draws is None else self.draws[start:stop]
+        starts, texts = (None if x is None else x[start:stop] for x in (self.starts, self.texts))
+        weight = self.label_weight[start:stop] if isinstance(self.label_weight, Tensor) else self.label_weight
         return self._replace(
             inputs=inputs, labels=labels, index=index, rows=rows, count=max(stop - start, 1), replicas=1, mixed=mixed,
-            draws=draws,
+            label_weight=weight, draws=draws, starts=starts, texts=texts,
         )  # fmt: skip
 
     @property

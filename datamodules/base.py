@@ -42,6 +42,7 @@ class InMemoryData(LightningDataModule):
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
+        packs_texts: whether rows of training batches hold several texts: see `Batch.starts`.
         order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
 
     Args:
@@ -67,6 +68,7 @@ class InMemoryData(LightningDataModule):
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
     tokens_per_character: float = 1.0
+    packs_texts: bool = False
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 

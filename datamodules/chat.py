@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from datamodules.base import LIMITS, InMemoryData
 from datamodules.chat_templates import ChatTemplate, MarkedTurns, Template
 from datamodules.conversations import LINES, Columns, Conversation, read_conversations, read_json_lines
 from datamodules.fingerprints import Fingerprint
+from datamodules.loaders import EpochOrder
 from datamodules.text import Subwords, Vocabulary
-from datamodules.text_loaders import TextLoader
+from datamodules.text_loaders import LengthOrder, LossPer, TextLoader
 from datamodules.token_files import VERSION, Texts, TokenFile, hash_file, is_writable, write_tokens
 
 EXAMPLE = 16  # tokens of the inputs with which nets are tried
@@ -51,6 +52,11 @@ class Chat(InMemoryData):
         cache_dir: the folder of the token files; default: `.apprentice` beside `path`, or `~/.cache/apprentice` if
             nothing can be written there.
         batch_size: conversations in a batch over all devices together, whatever their number.
+        sort_lengths: batches of conversations of about one length, in an order that is drawn: less is filled up.
+        pack: put the conversations of a batch into as few rows as they fit in; they don't attend to one another, and
+            their losses and gradients are those of a row each, up to rounding.
+        loss_per: a loss is the mean over each `token` of all responses of a batch, or over each `sequence`, a
+            conversation, of the mean over its tokens.
         options: `train_size`, `test_size`, `validation_size`, `seed` and `partition` of InMemoryData.
 
     Raises:
@@ -62,6 +68,7 @@ class Chat(InMemoryData):
     given_to_nets = ("vocab_size", "block_size")
     train_inputs_repeat = False  # rows of two batches have other lengths, and the logits of all would fill the memory
     train_texts_repeat = True
+    training_options = InMemoryData.training_options | {"sort_lengths", "pack", "loss_per"}
     free_options = InMemoryData.free_options | {"cache_dir"}
 
     def __init__(
@@ -78,6 +85,9 @@ class Chat(InMemoryData):
         max_length: int = 1024,
         cache_dir: str | Path | None = None,
         batch_size: int = 8,
+        sort_lengths: bool = False,
+        pack: bool = False,
+        loss_per: LossPer = "token",
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
@@ -85,6 +95,16 @@ class Chat(InMemoryData):
             raise BadInput("data.max_length", max_length, "a whole number of tokens, at least 2")
         if self.labelled is not None:
             raise BadInput("data.labelled", self.labelled, "it left out: each token of a response is its own label")
+        if loss_per not in get_args(LossPer):
+            raise BadInput("data.loss_per", loss_per, " or ".join(get_args(LossPer)))
+        if sort_lengths and pack:
+            raise BadInput(
+                "data.sort_lengths", True, "false beside --data.pack true, which fills rows with any lengths"
+            )
+        if self.partition is not None and (sort_lengths or pack):
+            flag = "sort_lengths" if sort_lengths else "pack"
+            raise BadInput(f"data.{flag}", True, "false beside --data.partition, which deals conversations one by one")
+        self.sort_lengths, self.packs_texts, self.loss_per = sort_lengths, pack, loss_per
         self.columns = Columns(prompt, response, messages, text)
         self.columns.check()
         self.path, self.test_path = (None if p is None else Path(p).expanduser() for p in (path, test_path))
@@ -216,7 +236,13 @@ class Chat(InMemoryData):
         rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         texts = self._texts("train")
-        return TextLoader(texts, self.batch_size, self._order(len(texts.places)), rank, replicas)
+        order = self._order(len(texts.places))
+        return TextLoader(texts, self.batch_size, order, rank, replicas, self.packs_texts, self.loss_per)
+
+    def _order(self, size: int) -> EpochOrder:
+        if self.sort_lengths:
+            return LengthOrder(self._texts("train").lengths, self.batch_size, *self._order_options)
+        return super()._order(size)
 
 
 def _hash(places: Tensor) -> str:

@@ -135,6 +135,10 @@ class ChatTemplate:
             begin, end = len(before), len(until)
         else:
             begin, end = self._placed(messages, number, text, name)
+        last_line = messages[number]["content"].strip().rpartition("\n")[2]
+        if last_line not in text[begin:end]:
+            expected = f"one that shows the contents of turns; that of {name} is not there"
+            raise BadInput("data.template", f"the chat template of {self.vocabulary.name}", expected)
         ends = [m.end() for m in self._special.finditer(text, begin, end)]
         if ends and not text[ends[-1] : end].strip():
             return begin, ends[-1]  # a new line after the end token is never generated

@@ -278,6 +278,13 @@ class Distillation(AveragingLearner):
                 why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
                 raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
 
+    def check_packed(self) -> None:
+        """Raise BadInput if an objective compares rows, which hold several texts each, and not their tokens."""
+        for name, student in self.students.items():
+            if student.of_rows or student.objective.relates_rows:
+                expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
+                raise BadInput(f"variants.{name}", type(student.objective).__name__, expected)
+
     @staticmethod
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
         """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
@@ -295,6 +302,8 @@ class Distillation(AveragingLearner):
             teacher = self.cache.rows(batch)
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
+        if batch.starts is not None:
+            self.check_packed()
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")

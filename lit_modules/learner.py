@@ -17,10 +17,11 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming, reason
 from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
+from lit_modules.nets.layers import keep_texts_apart
 from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
 from lit_modules.schedules import Length, MakeScheduler, build_scheduler, check_steps, nominal
-from lit_modules.tasks.base import LABELLED, TOKENS, Task
+from lit_modules.tasks.base import LABELLED, TEXTS, TOKENS, Task
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 adam = partial(Adam, lr=1e-3)  # the tutorial's optimizer
@@ -58,7 +59,9 @@ class Learner(RunMetrics):
         self.seed = seed
         self.loss_scales = LossScales()
         self._accumulated: list[float] = []  # of texts, the tokens that count in each batch since the last step
-        self._label_weight: float | None = None  # of the current batch, if it is a plain pair: see `apprentice.batch`
+        self._label_weight: float | Tensor | None = (
+            None  # of the current batch, if it is a plain pair: see `apprentice.batch`
+        )
 
     def net_of(self, run: str) -> nn.Module:
         raise NotImplementedError
@@ -118,7 +121,8 @@ class Learner(RunMetrics):
         A strategy that splits a batch calls this for each part, and `on_global_batch` once.
         """
         batch = self._part(batch)
-        with keyed.noise(self.seed, batch.step, batch.rows), self.naming_inputs(batch.inputs):
+        noise = keyed.noise(self.seed, batch.step, batch.rows)
+        with noise, keep_texts_apart(batch.starts), self.naming_inputs(batch.inputs):
             outputs = self(batch.inputs)
         return self.losses(outputs, batch)
 
@@ -139,7 +143,7 @@ class Learner(RunMetrics):
         A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed and of
         stopped runs, which no longer step.
         """
-        counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS}}
+        counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS, TEXTS}}
         means = {name: value for name, value in means.items() if name not in counts}
         self._accumulated += [count * counts[TOKENS]] if TOKENS in counts else []
         for run in self.runs:

@@ -17,10 +17,11 @@ RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarit
 
 
 @torch.no_grad()
-def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> None:
+def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, flag: str) -> set[str]:
     """Raise BadInput if, on noise like these outputs of 2 rows or more, a term lacks a value for each row alone.
 
-    A row's values are compared when other rows change, unless the objective declares `relates_rows`.
+    A row's values are compared when other rows change, unless the objective declares `relates_rows`. Return the terms
+    with one value for a whole row of tokens.
     """
     name, b = type(objective).__name__, len(student.logits)
     for low, high in RANGES:
@@ -38,6 +39,7 @@ def check_rows(objective: Objective, student: Outputs, teacher: Outputs | None, 
                 if not changed[term].values[row].allclose(values[row], rtol=1e-5, atol=0, equal_nan=True):
                     expected = f"an objective whose term {term} has a value a row that depends on no other row"
                     raise BadInput(flag, name, f"{expected}, or one with relates_rows = True")
+    return {term for term, (values, *_) in terms.items() if values.dim() < student.logits.dim() - 1}
 
 
 @torch.enable_grad()

@@ -11,7 +11,7 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
-from lit_modules.tasks.base import EMA, FIDELITY, LABELLED, TOKENS, Task
+from lit_modules.tasks.base import EMA, FIDELITY, LABELLED, TEXTS, TOKENS, Task
 from lit_modules.tasks.scores import PerSample, Scores, fidelity
 
 BAR = ("loss", "acc")  # means over runs, for a progress bar
@@ -89,7 +89,7 @@ class RunMetrics(Recorded, ChecksBatches):
 
         `values` are the names of a batch's values, `<run>/<what>`, as in `log_training`.
         """
-        trained = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS})
+        trained = dict.fromkeys(name for name in values if name not in {LABELLED, TOKENS, TEXTS})
         scores = {run: dict.fromkeys(("loss", *self.scores_of(run).names)) for run in self.runs}
         validated = [
             f"{run}/{what}".lstrip("/") for run, names in scores.items() for what in names if what != "correct"
@@ -106,9 +106,9 @@ class RunMetrics(Recorded, ChecksBatches):
         """Log the global batch's means (`<run>/<what>` to value), and add them to the epoch's sums.
 
         `counts` has the fraction LABELLED of its `count` rows, if some labels are hidden, and of texts the mean number
-        of TOKENS of a row. Means over no label, or no token, are left out.
+        of TOKENS of a row, and of TEXTS if a row has several. Means over no label, or no token, are left out.
         """
-        self.samples += count
+        self.samples += round(count * counts.get(TEXTS, 1.0))
         labelled, rows = counts.get(LABELLED), count * counts.get(TOKENS, 1.0)
         if labelled == 0:
             values = {name: value for name, value in values.items() if name not in self.of_labels}

@@ -45,12 +45,14 @@ class Student(nn.Module):
 
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
+        of_rows: the terms with one value for a whole row of tokens; known after `build`.
     """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
+        self.of_rows: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
@@ -72,7 +74,7 @@ class Student(nn.Module):
         return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
 
     def losses(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None = None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses (b,) of a rank's rows, the values (b,) of their terms, and as `CE` cross-entropies, one a label.
 
@@ -85,7 +87,7 @@ class Student(nn.Module):
         return relate(terms, rows, place.rows, place.count)
 
     def _terms(
-        self, rows: Rows, place: Place, label_weight: float | None, class_weights: Tensor | None
+        self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result of `losses` for rows that are related to no others: all of the batch if the objective relates."""
         objective, student, sources, labels = self.objective, rows.student, rows.sources, rows.labels
@@ -147,7 +149,7 @@ class Student(nn.Module):
         objective.place = objective.place._replace(epoch=LAST_EPOCH, progress=1.0)
         try:
             condensed = teacher and condense_teacher(teacher, {"": objective})
-            check_rows(objective, outputs, condensed, flag)
+            self.of_rows = check_rows(objective, outputs, condensed, flag)
             check_gradient(objective, outputs, condensed, flag)
             if condensed is not None and not condensed.logits.isfinite().all():
                 check_finite(objective, outputs, condensed, flag)

@@ -127,6 +127,8 @@ class BakeOff:
                     students = self.students(first, group, merge_teachers(loaded, shares))
                     check_modules(session, trainer, *(teachers[key] for key in shares), students)
                     students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
+                    if session.data.packs_texts:
+                        students.check_packed()
                     students.check_optimizer(*_count_steps(session, trainer))
                     built.append(students)
             return built

@@ -108,10 +108,11 @@ class SelfAttention(nn.Module):
         self.qkv.joined = (3, num_heads)  # type: ignore[assignment]
         self.out = nn.Linear(embed_dim, embed_dim, bias)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths.
 
-        With a cache, x holds the tokens after the cached ones, and attends to these too.
+        With a cache, x holds the tokens after the cached ones, and attends to these too. A mask (B, 1, T, T) bool says
+        which keys each query attends to, in place of `causal`.
 
         Raises:
             BadInput: the backend has no kernel for this input, with torch's reasons; the cache is full, or passed to
@@ -120,7 +121,7 @@ class SelfAttention(nn.Module):
         if x.is_nested and x.layout != torch.jagged:
             raise BadInput("", "nested tensors", "torch.nested.nested_tensor(texts, layout=torch.jagged)")
         query, key, value = self._heads(x)
-        mask, causal = None, self.causal
+        causal = self.causal and mask is None
         if cache is not None:
             if not self.causal or x.is_nested:
                 raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
@@ -150,6 +151,12 @@ class SelfAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+
+
+def mask_texts(starts: Tensor) -> Tensor:
+    """Return (B, 1, T, T) bool, true where a key is no later than a query and of the same text (see `Batch.starts`)."""
+    places = torch.arange(starts.shape[1], device=starts.device)
+    return ((starts[:, :, None] == starts[:, None]) & (places[:, None] >= places))[:, None]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache, SelfAttention
+from lit_modules.nets.attention import Backend, Cache, SelfAttention, mask_texts
 from lit_modules.nets.base import check_sizes
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
 from lit_modules.nets.transformer import Block, Transformer
@@ -75,11 +75,15 @@ class GPT(Transformer):
         if tie_weights:
             self.head.weight = self.embedding.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type; BadInput if T is more than the block size."""
-        x = self.embedding(tokens)  # (B, T, D)
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T) of any integer type; BadInput if T is more than the block size.
+
+        Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
+        texts don't attend to one another.
+        """
+        x, mask = self.embedding(tokens, starts=starts), None if starts is None else mask_texts(starts)  # (B, T, D)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if mask is None else block(x, mask=mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -148,13 +152,17 @@ class _Embedding(nn.Module):
         self.positions = nn.Embedding(block_size, embed_dim)
         self.noise = Dropout(dropout, 0)
 
-    def forward(self, tokens: Tensor, start: int = 0, padding: Tensor | None = None) -> Tensor:
-        """(B, T) -> (B, T, D), the first token at position `start`, less a text's `padding` (B,)."""
+    def forward(
+        self, tokens: Tensor, start: int = 0, padding: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
+        """(B, T) -> (B, T, D), the first token at `start`, less a text's `padding` (B,), or `starts` (B, T)."""
         end, block_size = start + tokens.shape[1], self.positions.num_embeddings
         if end > block_size and padding is None:
             raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {block_size}, the block size")
         places = torch.arange(start, end, device=tokens.device)
         if padding is not None:
             places = (places - padding[:, None]).clamp(0, block_size - 1)
+        if starts is not None:
+            places = places - starts
         embedded: Tensor = self.noise(self.tokens(tokens.long()) + self.positions(places))
         return embedded

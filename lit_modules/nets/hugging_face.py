@@ -1,6 +1,7 @@
 """Models of transformers by name or from a folder (T. Wolf et al. 2020, "Transformers"), an optional dependency."""
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from apprentice.gguf import model_folder
+from lit_modules.nets.attention import mask_texts
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
 from lit_modules.nets.generation import Decoder
@@ -131,6 +133,8 @@ class HuggingFaceLM(Net):
                 self.tokenizer = name
             else:
                 self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
+            self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+            self._window = getattr(settings, "sliding_window", None) or math.inf
             if checkpointing:
                 self.model.gradient_checkpointing_enable()  # type: ignore[operator]
             with torch.no_grad():
@@ -149,9 +153,24 @@ class HuggingFaceLM(Net):
             if largest < needed:
                 raise BadInput("name", name, f"a model for {needed} {what}; it has {largest}")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type."""
-        logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False).logits
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T) of any integer type; rows are filled up at their ends alone.
+
+        Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
+        texts don't attend to one another. BadInput if the model can't do so.
+        """
+        options: dict[str, Tensor] = {}
+        if self._takes_positions:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            options["position_ids"] = places if starts is None else places - starts
+        if starts is not None:
+            if not self._takes_positions or self._window < tokens.shape[1]:
+                expected = f"false: {type(self.model).__name__} has no positions of its texts, or attends in a window"
+                raise BadInput("data.pack", True, expected)
+            kind = next(self.model.parameters()).dtype
+            apart = torch.zeros((), dtype=kind, device=tokens.device)
+            options["attention_mask"] = apart.where(mask_texts(starts), torch.finfo(kind).min)
+        logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False, **options).logits
         return logits[..., : self.vocab_size]
 
     def decoder(self, capacity: int, padding: Tensor | None) -> Decoder:

@@ -1,5 +1,6 @@
 """Layers of a net by name, and what they compute; stand-ins for a batch without rows, which many nets can't take."""
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
-from lit_modules.nets.base import Outputs, cast_inputs, is_chain
+from lit_modules.nets.base import Outputs, cast_inputs, evaluating, is_chain
 
 DEFAULT_LAYER = "default"
 MIDDLE = "middle"
@@ -22,6 +23,7 @@ INPUT = "<"  # after a submodule's path: its input, not its output
 Result = TypeVar("Result")
 STAGE = re.compile(r"stage(-?[1-9]\d*)(\.pre)?")
 _computing_stand_ins: ContextVar[bool] = ContextVar("computing", default=False)
+_starts: ContextVar[Tensor | None] = ContextVar("starts", default=None)
 
 
 def resolve(net: nn.Module, name: str) -> str:
@@ -110,8 +112,32 @@ def run(net: nn.Module, inputs: Tensor, names: Collection[str] = ()) -> Outputs:
     if inputs.shape[0] == 0:  # not by `len`, which torch.export takes for a constant
         return run_without_rows(lambda rows: run(net, rows, names), inputs)
     with observe({name: layer(net, name) for name in sorted(names)}, input_names(net, names)) as features:
-        logits = net(cast_inputs(net, inputs))
+        starts = _starts.get()
+        logits = net(cast_inputs(net, inputs)) if starts is None else net(inputs, starts)
     return Outputs(logits, features)
+
+
+@contextmanager
+def keep_texts_apart(starts: Tensor | None) -> Iterator[None]:
+    """Inside, `run` gives nets the places (b, T) where the texts of a row begin (see `Batch.starts`), unless None."""
+    token = _starts.set(starts)
+    try:
+        yield
+    finally:
+        _starts.reset(token)
+
+
+@torch.no_grad()
+def check_keeps_apart(net: nn.Module, flag: str) -> None:
+    """Raise BadInput unless `net(tokens, starts)` computes each of several texts in a row as if it were alone."""
+    tokens, starts = torch.tensor([[1, 2, 0, 3, 1], [1, 2, 0, 3, 1]]), torch.tensor([[0, 0, 2, 2, 2]]).expand(2, -1)
+    kind = type(net).__name__
+    if "starts" not in inspect.signature(net.forward).parameters:
+        raise BadInput("data.pack", True, f"false: {kind}, chosen by --{flag}, can't keep apart the texts of a row")
+    with evaluating(net):
+        packed, alone = net(tokens, starts)[:, 2:], net(tokens[:, 2:])
+    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-3):
+        raise BadInput("data.pack", True, f"false: {kind}, chosen by --{flag}, mixes the texts of a row")
 
 
 def input_names(net: nn.Module, names: Collection[str]) -> set[str]:
@@ -142,7 +168,7 @@ def run_without_rows(compute: Callable[[Tensor], Result], inputs: Tensor) -> Res
     noise = keyed.bits(0, rows, shape.numel()).view(-1, *shape) / 2**32  # below 1: integers are all 0
     token = _computing_stand_ins.set(True)
     try:
-        with keyed.noise(0, 0, rows):
+        with keyed.noise(0, 0, rows), keep_texts_apart(None):
             outputs = compute(noise.to(inputs.dtype))
     finally:
         _computing_stand_ins.reset(token)

@@ -39,9 +39,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(embed_dim, hidden, bias), nn.GELU(), nn.Linear(hidden, embed_dim, bias))
         self.dropout2 = Dropout(dropout, layer + 1)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return (B, T, D) of tokens (B, T, D), which follow any cached ones."""
-        x = x + self.dropout1(self.attention(self.norm1(x), cache))
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return (B, T, D) of tokens (B, T, D), which follow any cached ones; a mask is that of `SelfAttention`."""
+        x = x + self.dropout1(self.attention(self.norm1(x), cache, mask))
         change: Tensor = self.dropout2(self.mlp(self.norm2(x)))
         return x + change
 

@@ -130,9 +130,9 @@ class _Block(Block):
         super().__init__(*args, **options)
         self.maps = _Maps(rows, columns)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         self.maps(x)
-        return super().forward(x, cache)
+        return super().forward(x, cache, mask)
 
 
 class _Heads(nn.Module):

@@ -258,7 +258,7 @@ def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outpu
 
 
 def weighted_sum(
-    terms: Mapping[str, Term], labels: Tensor, label_weight: float | None = None
+    terms: Mapping[str, Term], labels: Tensor, label_weight: float | Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss (b,), and each term's values (b,), by `average_labelled` for texts and labelled terms."""
     of_tokens = labels.dim() > 1
@@ -270,16 +270,22 @@ def weighted_sum(
     return total, values
 
 
-def average_labelled(values: Tensor, labels: Tensor, label_weight: float | None) -> Tensor:
+def average_labelled(values: Tensor, labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
     """Return (b,) values whose mean over a global batch is that over its labels that count (see `Batch.label_weight`).
 
     Values are (b,) or, for each token of texts, (b, T); labels (b,) or (b, T). Without such labels the mean is 0.
     """
-    if label_weight is not None:
-        counts, values = label_mask(labels), values * label_weight
-        if values.dim() < counts.dim():  # of whole texts
-            values, counts = values * counts.to(values.dtype).mean(1), counts.any(1)
-        values = values.where(counts, 0.0)
+    if label_weight is None:
+        return values.mean(1) if values.dim() > 1 else values
+    counts = label_mask(labels)
+    of_texts = values.dim() < counts.dim()
+    if isinstance(label_weight, Tensor):  # 0 where a label does not count
+        weights = label_weight.to(values.dtype)
+        values = values * (weights.mean(1) if of_texts else weights)
+    else:
+        values = values * label_weight
+        values = values * counts.to(values.dtype).mean(1) if of_texts else values
+    values = values.where(counts.any(1) if of_texts else counts, 0.0)
     return values.mean(1) if values.dim() > 1 else values
 
 
@@ -288,7 +294,7 @@ def weigh_classes(values: Tensor, labels: Tensor, class_weights: Tensor | None) 
     return values if class_weights is None else values * class_weights[labels].to(values.dtype)
 
 
-def fill_uncounted(labels: Tensor, label_weight: float | None) -> Tensor:
+def fill_uncounted(labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
     """Return the labels, 0 where they do not count."""
     return labels if label_weight is None else labels.where(label_mask(labels), 0)
 

@@ -199,9 +199,13 @@ class TextStore:
         """Return the teacher's outputs for a batch's rows; zeros for tokens that do not count."""
         assert self.layout is not None
         assert self.entries is not None
-        counts, index = label_mask(batch.labels), batch.index.cpu().numpy()
-        starts, stops = self.layout.starts[index], self.layout.starts[index + 1]
-        if not np.array_equal(counts.sum(1).cpu().numpy(), stops - starts):
+        counts = label_mask(batch.labels)
+        index, lengths = batch.index, counts.sum(1)
+        if batch.texts is not None:  # of which a row has several, one after the other
+            index, lengths = batch.texts[counts].unique_consecutive(return_counts=True)
+        places = index.cpu().numpy()
+        starts, stops = self.layout.starts[places], self.layout.starts[places + 1]
+        if not np.array_equal(lengths.cpu().numpy(), stops - starts):
             raise BadInput("data", "a batch", "as many labels in each text as when the teacher's outputs were stored")
         parts = [self.entries[start:stop] for start, stop in zip(starts, stops, strict=True)]
         return self.form.expand(np.concatenate([self.entries[:0], *parts]), counts)

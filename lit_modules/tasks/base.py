@@ -16,6 +16,7 @@ from lit_modules.tasks.scores import Scores
 
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
+TEXTS = "texts"  # name of the texts in each row, where a row may have several
 EMA = "ema_"  # how names of scores of averaged weights begin
 FIDELITY = ("kl", "agreement")  # how a net follows its teacher, for each sample: see `fidelity`
 NONE = "—"  # for what is not known

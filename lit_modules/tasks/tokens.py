@@ -6,12 +6,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy
-from lit_modules.tasks.base import TOKENS, Metric, Range, Task, check_classes
+from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores
 
 BITS = Metric(
@@ -54,10 +55,16 @@ class Tokens(Task):
         check_classes(labels, 0, classes, f", or {IGNORED} for a token that does not count")
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        """The tokens that count in each row, (b,)."""
+        """The tokens that count in each row, (b,), or its texts if these count alike; its texts if they are packed."""
+        counts, texts = {}, batch.labels.new_ones(batch.labels.shape[:1])
+        if batch.starts is not None and batch.texts is not None:
+            places = torch.arange(batch.starts.shape[1], device=batch.starts.device)
+            texts = ((batch.starts == places) & (batch.texts >= 0)).sum(1)
+            counts[TEXTS] = texts
         if batch.label_weight is None:
             return {TOKENS: batch.labels.new_full(batch.labels.shape[:1], batch.labels.shape[1])}
-        return {TOKENS: label_mask(batch.labels).sum(1)}
+        tokens = texts if isinstance(batch.label_weight, Tensor) else label_mask(batch.labels).sum(1)
+        return {TOKENS: tokens, **counts}
 
     def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits per character of each text that has a token that counts."""

@@ -1,0 +1,157 @@
+"""Chat templates of Hugging Face: the tokens that an assistant generates are learned, or the template is refused."""
+
+import re
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice.errors import BadInput
+from datamodules import Chat, Subwords
+from datamodules.chat_templates import ChatTemplate, Encoded
+from datamodules.conversations import Conversation
+from experiments import kd
+from lit_modules.nets import HuggingFaceLM
+from lit_modules.nets.layers import check_keeps_apart
+from tests.chats import rows, write_lines
+from tests.commands import bad_input, results
+from tests.language_parts import TEMPLATE, save_llama, save_tokenizer
+from tests.processes import Run
+
+pytestmark = pytest.mark.extras("transformers")
+
+TURNS = [("system", "the dog"), ("user", "the fox"), ("assistant", "jumps"), ("user", "over"), ("assistant", "lazy ")]
+MARKED = TEMPLATE.replace(
+    "{{ m['content'] }}<|im_end|>\n",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m['content'] }}<|im_end|>{% endif %}\n",
+)
+LAST_ALONE = (  # marks its last turn, so that the first turns are other ones within the whole
+    "{% for m in messages %}{{ '!' if loop.last else '' }}<|im_start|>{{ m['role'] }}\n{{ m['content'].strip() }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (  # a turn ends where the next begins
+    "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+COUNTS = (  # what it renders of one turn changes with another
+    "{% for m in messages %}{{ messages|length }}{{ messages[-1]['content']|length }}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>{% endfor %}"
+)
+SILENT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n<|im_end|>{% endfor %}"
+
+
+def conversation(*turns: tuple[str, str]) -> Conversation:
+    return Conversation("line 1", tuple({"role": role, "content": text} for role, text in turns or TURNS))
+
+
+def learned(template: ChatTemplate, encoded: Encoded) -> str:
+    return str(template.tokenizer.decode(encoded.tokens[encoded.learned], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "what", ["rules", "chat", pytest.param("trl", marks=[pytest.mark.extras("trl"), pytest.mark.slow])]
+)
+def test_the_assistants_turns_are_learned(what: str, tmp_path: Path) -> None:
+    checks: dict[str, Callable[[Path], None]] = {"rules": _rules, "chat": _chat, "trl": _trl}
+    run = Run(checks[what], tmp_path, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def _rules(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    save_tokenizer(folder)
+    words = Subwords(str(folder))
+
+    def text(template: str | None, *turns: tuple[str, str]) -> str:
+        made = ChatTemplate(words, template)
+        return learned(made, made.encode(conversation(*turns)))
+
+    whole = "jumps<|im_end|>lazy <|im_end|>"  # without the new line after the end token, which is never generated
+    assert text(None) == text(MARKED) == whole
+    assert text(LAST_ALONE) == whole.replace("lazy ", "lazy")
+    assert text(HEADERS, *TURNS[1:4]) == " jumps<|im_start|>"
+    assert "renders the first turns" in bad_input(text, COUNTS)
+    assert "shows the contents of turns" in bad_input(text, SILENT)
+    assert "of line 1 it says: no" in bad_input(text, "{{ raise_exception('no') }}")
+    template = ChatTemplate(words)
+    template.template = None
+    assert "--data.template FILE brings one" in bad_input(template.encode, conversation())
+    plain = template.encode(Conversation("line 1", (), "the fox"))
+    assert learned(template, plain) == "the fox<|im_end|>"
+
+    border = ChatTemplate(words, TEMPLATE.replace("<|im_start|>assistant\n", "qui").replace("<|im_start|>{{", "{{"))
+    crossed = border.encode(conversation(("user", "fox"), ("assistant", "ck dog")))
+    assert crossed.cut <= 2
+
+
+def _chat(folder: Path) -> None:
+    """A set in the tokens of a Llama, whose end token is its pad token: packed as filled up, and a whole run."""
+    warnings.simplefilter("ignore")
+    save_llama(folder / "hf", max_position_embeddings=128)
+    path = write_lines(folder / "chat.jsonl", rows(30))
+    options: dict[str, Any] = {"tokenizer": str(folder / "hf"), "max_length": 128, "validation_size": 3, "test_size": 3}
+    data = Chat(path, batch_size=24, **options)
+    (batch,) = data.train_dataloader()
+    assert ((batch.labels == 2).sum(1) == 1).all()  # each end token, and no pad
+    (packed,) = Chat(path, batch_size=24, pack=True, **options).train_dataloader()
+    assert len(packed.inputs) < len(batch.inputs)
+
+    net = HuggingFaceLM(str(folder / "hf"), data.num_classes, 128, pretrained=True).double()
+    check_keeps_apart(net, "teacher")
+    losses, gradients = [], []
+    for rows_of in (batch, packed):
+        net.zero_grad()
+        logits = net(rows_of.inputs, rows_of.starts) if rows_of.starts is not None else net(rows_of.inputs)
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows_of.labels.flatten()))
+        losses[-1].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-9)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+    flags = ["--data", "Chat", "--data.path", str(path), "--data.pack", "true", "--data.max_length", "128"]
+    nets = ["--teacher", "HuggingFaceLM", "--teacher.name", str(folder / "hf"), "--teacher.pretrained", "true"]
+    nets += ["--student", "GPT", "--student.num_layers", "1", "--student.embed_dim", "8"]
+    common = ["--seeds", "1", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--out", str(folder / "run")]
+    kd.main([*flags, *nets, *common])
+    assert results(folder / "run")["students"]["kd"]["test_loss"][0] > 0
+
+
+SPECIAL = re.compile(r"<[|｜][^>'\"{}]*?[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?INST\]|<\|?turn\|?>|<\|im_end\|>")
+CASES = {
+    "one": TURNS[1:3],
+    "system": TURNS[:3],
+    "several": TURNS[1:],
+    "spaces": [("user", "the fox"), ("assistant", " jumps \n")],
+}
+
+
+def _trl(folder: Path) -> None:
+    """TRL's templates: without marks as with them, but for white space and empty thoughts; or refused."""
+    warnings.simplefilter("ignore")
+    save_tokenizer(folder)
+    spec = find_spec("trl")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    templates = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    same = refused = 0
+    for marked in sorted(templates.glob("*_training.jinja")):
+        usual, words = templates / marked.name.replace("_training", ""), Subwords(str(folder))
+        names = sorted(set(SPECIAL.findall(usual.read_text())))
+        words.tokenizer.add_special_tokens({"additional_special_tokens": names})
+        ours, theirs = (ChatTemplate(words, file.read_text()) for file in (usual, marked))
+        for turns in CASES.values():
+            try:
+                texts = [learned(t, t.encode(conversation(*turns))) for t in (ours, theirs)]
+            except BadInput:
+                refused += 1
+                continue
+            thoughts = re.compile(r"<think>|</think>|\s|<\|im_start\|>")
+            plain = [thoughts.sub("", text) for text in texts]
+            assert all((content.strip() in texts[0]) == (role == "assistant") for role, content in turns), texts
+            same += plain[0] == plain[1]
+    assert same >= 85, (same, refused)
