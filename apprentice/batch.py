@@ -58,6 +58,7 @@ class Batch(NamedTuple):
     # text's place in its data set, -1 where a row is filled up. `index` has the place of each row's first text.
     starts: Tensor | None = None
     texts: Tensor | None = None
+    is_written: bool = False  # whether responses are a student's own, not the data's
 
     @classmethod
     def of(cls, batch: "Batch | Sequence[Tensor]", step: int, shared: bool = True) -> "Batch":

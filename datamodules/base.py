@@ -68,6 +68,7 @@ class InMemoryData(LightningDataModule):
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
     tokens_per_character: float = 1.0
+    end_tokens: tuple[int, ...] = ()  # of a response in texts; known after `setup`
     packs_texts: bool = False
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})

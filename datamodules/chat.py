@@ -124,6 +124,7 @@ class Chat(InMemoryData):
             raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
         self.vocabulary = self._vocabulary(paths)
         template = self._template()
+        self.end_tokens = template.ends()
         self._files = [self._open(path, template) for path in paths]
         for path, file in zip(paths, self._files, strict=True):
             if not len(file.index):

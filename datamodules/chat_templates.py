@@ -34,6 +34,9 @@ class Template(Protocol):
     def key(self) -> str:
         """What determines the tokens."""
 
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+
 
 class MarkedTurns:
     """The built-in template, of characters or bytes: a control character for the role, the content, U+0003.
@@ -47,6 +50,9 @@ class MarkedTurns:
 
     def key(self) -> str:
         return f"marked turns {self.vocabulary.characters!r}"
+
+    def ends(self) -> tuple[int, ...]:
+        return (int(self.vocabulary.encode(END, "data.path")[0]),)
 
     @staticmethod
     def characters(conversation: Conversation) -> set[str]:
@@ -94,6 +100,16 @@ class ChatTemplate:
 
     def key(self) -> str:
         return f"{self.vocabulary.content()} {self.template!r}"
+
+    def ends(self) -> tuple[int, ...]:
+        """The tokenizer's end token, and the special token that ends a turn."""
+        tokens = [self.tokenizer.eos_token_id]
+        if self.template:
+            turns = {"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}
+            encoded = self.encode(Conversation("a turn", turns))
+            last = int(encoded.tokens[encoded.learned][-1])
+            tokens += [last] if self._special.fullmatch(self.tokenizer.decode([last])) else []
+        return tuple(dict.fromkeys(token for token in tokens if token is not None))
 
     def encode(self, conversation: Conversation) -> Encoded:
         if conversation.text is not None:

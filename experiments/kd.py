@@ -269,7 +269,7 @@ class KD(BakeOff):
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             stored=self.stored.options(seed),
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
-            optimizer_options=optimizers, ema=config.ema,
+            optimizer_options=optimizers, ema=config.ema, end_tokens=data.end_tokens,
         )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
-from lit_modules.averages import AveragingLearner
 from lit_modules.checkpoints import keep_runs, without
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
@@ -25,6 +24,7 @@ from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
+from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored_teacher import Stored, make_cache
@@ -33,7 +33,7 @@ from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.teacher import leave_out_of_state, trained_teacher
 
 
-class Distillation(AveragingLearner):
+class Distillation(OnPolicyLearner):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -62,6 +62,7 @@ class Distillation(AveragingLearner):
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
+        end_tokens: of texts, tokens that end a response which a student writes.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
     Raises:
@@ -93,6 +94,7 @@ class Distillation(AveragingLearner):
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
+        end_tokens: Sequence[int] = (),
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
         self.has_teacher = not isinstance(frozen, StoredTeacher)  # of which a test knows nothing
@@ -117,6 +119,7 @@ class Distillation(AveragingLearner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+            self.check_writers(self._example.dtype, end_tokens)
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
@@ -234,8 +237,9 @@ class Distillation(AveragingLearner):
         """Whether the teacher runs in a forward, and which students."""
         if self._storing:
             return True, ()
-        needed = self.uses_teacher and self.training and not self.cache.is_filled
-        return needed or self._comparing, self.runs
+        others = [run for run in self.runs if run not in self.writers()]
+        uses = any(self.students[run].objective.uses_teacher for run in others if run not in self.inactive)
+        return (uses and self.training and not self.cache.is_filled) or self._comparing, others
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
@@ -268,7 +272,7 @@ class Distillation(AveragingLearner):
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
-        self.teacher_samples += count if self.uses_teacher and not self.cache.is_filled else 0
+        self.teacher_samples += count * self.passes()
         return super().on_global_batch(means, count)
 
     def check_batch(self, count: int) -> None:
@@ -281,6 +285,8 @@ class Distillation(AveragingLearner):
     def check_packed(self) -> None:
         """Raise BadInput if an objective compares rows, which hold several texts each, and not their tokens."""
         for name, student in self.students.items():
+            if share := student.objective.on_policy:
+                raise BadInput(f"variants.{name}.on_policy", share, "0, or --data.pack false: a row has one prompt")
             if student.of_rows or student.objective.relates_rows:
                 expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
                 raise BadInput(f"variants.{name}", type(student.objective).__name__, expected)
@@ -298,7 +304,7 @@ class Distillation(AveragingLearner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         teacher, students = outputs
-        if self.cache.is_filled:
+        if self.cache.is_filled and not batch.is_written:
             teacher = self.cache.rows(batch)
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
@@ -307,9 +313,9 @@ class Distillation(AveragingLearner):
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss, place = self._zero_of_inactive(), self._place(batch)
+        loss, place = zero_of((self.students[name] for name in self.inactive), self.device), self._place(batch)
         for name, student in self.students.items():
-            if name in self.inactive:
+            if name in self.inactive or name not in students:
                 continue
             rows = student.rows(name, teacher, students, batch)
             total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
@@ -321,7 +327,8 @@ class Distillation(AveragingLearner):
 
     def _place(self, batch: Batch) -> Place:
         done = self.batches_done
-        return Place(done, done / self._epoch, done / self._whole, batch.index, batch.rows, batch.count, self._samples)
+        epoch, progress, rows = done / self._epoch, done / self._whole, (batch.index, batch.rows, batch.count)
+        return Place(done, epoch, progress, *rows, self._samples, is_written=batch.is_written)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         return self._logits(self(inputs)[1])
@@ -339,20 +346,22 @@ class Distillation(AveragingLearner):
     def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
         return {name: outputs.logits for name, outputs in students.items() if name not in self.inactive}
 
-    def _zero_of_inactive(self) -> Tensor:
-        """Zero, with a gradient of zero for every parameter of inactive students: DDP waits for each of them."""
-        return zero_of((p for name in self.inactive for p in self.students[name].parameters()), self.device)
-
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
-        teacher = self.cache.reduce(self._ask_teacher(batch.inputs), batch) if self.uses_teacher else None
+        parts = self.parts_alone(run, batch)
+        uses = self.uses_teacher
+        taught = [self.cache.reduce(self._ask_teacher(part.inputs), part) if uses else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
         def step() -> Tensor:
             student.zero_grad()
-            rows = student.rows(run, teacher, {run: student(batch.inputs), **peers}, batch)
-            return batch.mean(student.losses(rows, self._place(batch), batch.label_weight, batch.class_weights)[0])
+            loss = torch.zeros((), device=self.device)
+            for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
+                rows = student.rows(run, teacher, {run: student(part.inputs), **peers}, part)
+                total, _ = student.losses(rows, self._place(part), part.label_weight, part.class_weights)
+                loss = loss + part.mean(total)
+            return loss
 
         return step

@@ -191,6 +191,14 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
         owners |= dict.fromkeys(student.parameters(), f"student {name}")
 
 
+def zero_of(students: Iterable[nn.Module], device: torch.device) -> Tensor:
+    """Return zero, with a gradient of zero for every parameter of students that are idle: DDP waits for each."""
+    idle = (p for student in students for p in student.parameters())
+    here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    zero = torch.zeros((), device=device, requires_grad=True)
+    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
+
+
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
     """Let the objectives settle which layers they read; BadInput if a net has no such layer, or there is no such peer.
 
@@ -214,10 +222,3 @@ def list_kept(module: nn.Module) -> list[str]:
     """Return the names of the buffers of objectives, which are the same on every rank: DDP need not send them."""
     objectives = ((path, part) for path, part in module.named_modules() if isinstance(part, Objective))
     return [f"{path}.{key}" for path, part in objectives for key, _ in part.named_buffers(recurse=False)]
-
-
-def zero_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Return zero, with a gradient of zero for parameters that are neither sharded nor on another rank."""
-    here = (p for p in parameters if type(p) is nn.Parameter and not p.is_meta)
-    zero = torch.zeros((), device=device, requires_grad=True)
-    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)

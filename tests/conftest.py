@@ -26,6 +26,7 @@ GPU = "gpu"  # the marker of tests that need one, and the only `-m` that sees it
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `-m gpu`, before torch looks. Warnings are errors, but for one."""
     waiting.heed_interrupts()
+    os.fsync = lambda _: None  # no power fails in a test, and a run waits 70 times for the disk, a third of a second
     if config.option.markexpr != GPU:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests everywhere
     # Lightning's CombinedLoader still asks torch for a LeafSpec.
@@ -93,10 +94,12 @@ def data_root() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sketched() -> Iterator[None]:
-    """Sketch figures, in fixtures of a whole module too."""
+    """Sketch figures, and time few steps, in fixtures of a whole module too."""
+    from harness.studies import costs
     from tests import figures
 
-    with figures.sketched():
+    with figures.sketched(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(costs, "LONGEST", 0.0)
         yield
 
 

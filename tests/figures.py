@@ -6,13 +6,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
-from harness.reports import interactive
+from harness.reports import interactive, pages
+from harness.reports.figures import figure, metric_picture
+from harness.runs import tensorboard
+from harness.runs.tensorboard import confusion_figure
 
-DRAW, SECTIONS = Figure.draw, interactive.sections
+SIDE = 0.2  # inches
 
 
 def sketch(figure: Any, renderer: Any) -> None:
@@ -24,19 +28,42 @@ def sketch(figure: Any, renderer: Any) -> None:
     figure.patch.draw(renderer)
 
 
+def sketch_matrix(confusion: Any, names: Any) -> Figure:
+    """Take the place of `confusion_figure`, whose axes take longer to make than to draw."""
+    small = Figure(figsize=(SIDE, SIDE))
+    FigureCanvasAgg(small)
+    small.text(0, 0, repr((confusion.tolist(), names)))
+    return small
+
+
+def sketch_metric(*shown: Any) -> bytes:
+    """Take the place of `metric_picture`."""
+    with figure(SIDE, SIDE) as (small, png):
+        small.text(0, 0, repr(shown))
+    return png.getvalue()
+
+
+DRAWN: dict[tuple[Any, str], Any] = {
+    (Figure, "draw"): Figure.draw,
+    (interactive, "sections"): interactive.sections,
+    (tensorboard, "confusion_figure"): confusion_figure,
+    (pages, "metric_picture"): metric_picture,
+}
+
+
 @contextmanager
-def drawing(draw: Any, sections: Any) -> Iterator[None]:
+def drawing(*replaced: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "draw", draw)
-        patched.setattr(interactive, "sections", sections)
+        for (owner, name), value in zip(DRAWN, replaced, strict=True):
+            patched.setattr(owner, name, value)
         yield
 
 
 def sketched() -> Any:
     """Within it figures are sketched, and `report.html` has no plots."""
-    return drawing(sketch, lambda *_: [])
+    return drawing(sketch, lambda *_: [], sketch_matrix, sketch_metric)
 
 
 def drawn() -> Any:
     """Within it figures are as users see them."""
-    return drawing(DRAW, SECTIONS)
+    return drawing(*DRAWN.values())

@@ -110,17 +110,18 @@ class Classes:
         return f"{listed} or the import path of a class{near(name, names)}"
 
 
-def put_working_directory_first() -> None:
+def put_working_directory_first(module_name: str = "") -> None:
     """Let modules of the working directory come before others of the same name that are not loaded yet."""
     folder = str(Path.cwd())
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # a file may be new
+    if module_name not in sys.modules:
+        importlib.invalidate_caches()  # a file may be new
 
 
 def import_target(path: str, key: str) -> Any:
     """Import a class, or a function, by its path, as `import_class` does."""
-    put_working_directory_first()
+    put_working_directory_first(path.rpartition(".")[0])
     try:
         target = pkgutil.resolve_name(path)
     except Exception:  # noqa: BLE001 - of whatever kind: it is said below
@@ -131,7 +132,7 @@ def import_target(path: str, key: str) -> Any:
 def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> type:
     """Import a class by its path, from the working directory first; BadInput, with near names, if it is not there."""
     module_name, _, name = path.rpartition(".")
-    put_working_directory_first()
+    put_working_directory_first(module_name)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does
@@ -155,7 +156,10 @@ def _why_not(module_name: str, error: Exception) -> str:
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         return f"importing {module_name} failed: {kind}{error}"
     parent, _, missing = str(error.name).rpartition(".")
-    places = vars(importlib.import_module(parent)).get("__path__", []) if parent else None
+    package = importlib.import_module(parent) if parent else None
+    if inspect.isclass(getattr(package, missing, None)):
+        return f"{error.name} is a class: give its path, or that of a class of yours that calls its methods"
+    places = getattr(package, "__path__", []) if package else None
     others = near(missing, [module.name for module in pkgutil.iter_modules(places)])
     return f"there is no module {error.name}{others}{_hidden_file(module_name)}"
 

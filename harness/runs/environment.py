@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: _version(name) for name in (*PACKAGES, *packages)}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -147,9 +148,17 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         folders.check_samples(self.out, self.samples)
-            again = f"{called_as(self.parser.prog)} --out {self.out} --resume true"
+            again = f"{called_as(self.parser.prog)} {shlex.join(self._flags_to_resume())}"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
+
+    def _flags_to_resume(self) -> list[str]:
+        """Return what a call has to say again, as the run's folder doesn't hold it, such as `--export`."""
+        flags: dict[str, Any] = {"out": self.out, "resume": "true"}
+        for flag, value in flat(self.parser.as_dict(self.config)):
+            if flag not in {*flags, "overwrite"} and value and self.parser.on_resume(flag) is CALL:
+                flags[flag] = value
+        return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
     def describe(self) -> None:
         """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""

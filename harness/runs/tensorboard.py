@@ -191,7 +191,8 @@ def log_means(run: Session, nets: Sequence[str]) -> None:
     if len(finished) < 2:
         return
     means_by_net = {net: summary([curves(folder / net) for folder in finished]) for net in nets}
-    times = (event.wall_time for run in means_by_net.values() for events in run.values() for event in events)
+    files_of_seeds = chain.from_iterable(folder.glob("*/events*") for folder in finished)
+    times = (event.wall_time for file in files_of_seeds for event in islice(EventFileLoader(str(file)).Load(), 1))
     begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
     for name, means in means_by_net.items():
         charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in means}

@@ -22,6 +22,7 @@ from lit_modules.learner import Learner
 from lit_modules.tasks.base import EMA
 from strategies.base.private import TorchDispatchMode
 
+LONGEST = 0.25  # seconds in which steps are timed, beyond the first three
 Shape = Sequence[int]
 aten = torch.ops.aten
 
@@ -96,10 +97,10 @@ def alone(device: torch.device) -> Iterator[None]:
 def milliseconds(step: Callable[[], Tensor]) -> float:
     """Measure the median time of a step with its backward, after one warm-up step; the step clears gradients itself.
 
-    Of ten steps, or of as many as a quarter of a second allows, but at least of three.
+    Of ten steps, or of as many as LONGEST seconds allow, but at least of three.
     """
     moments: list[float] = []
-    while len(moments) < 4 or (len(moments) < 11 and moments[-1] - moments[0] < 0.25):
+    while len(moments) < 4 or (len(moments) < 11 and moments[-1] - moments[0] < LONGEST):
         loss = step()
         loss.backward()
         if loss.is_cuda:

@@ -23,13 +23,14 @@ DEFAULT: Recipe = "few-labels"  # of a run for which no data are chosen
 
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # Ours, of the README's table: rate, smoothing and weights validate best with seeds 100 to 109, of as many settings
-    # for each method; the weights of Hint and TTM are their own (docs/measurements/distillation.md).
+    # for each method; Hint has its own weight (docs/measurements/distillation.md).
     "few-labels": {
         "data.labelled": 30, "optimizer": "Adam", "optimizer.lr": 3e-3, "trainer.max_epochs": 20,
         "teacher": "DeepNN", "teacher.widths": [64, 32, 32, 32], "teacher.hidden": 256,
         "variants.ce": "CrossEntropy", "variants.ce.label_smoothing": 0.2,
         "variants.kd": "Hinton", "variants.kd.temperature": 6.0, "variants.kd.kd_weight": 20.0,
-        "variants.cosine": None, "variants.hint": "Hint", "variants.ttm": "TTM",
+        "variants.cosine": None, "variants.hint": "Hint",
+        "variants.ttm": "TTM", "variants.ttm.gamma": 0.2, "variants.ttm.ttm_weight": 90.0,
     },
     # PyTorch, "Knowledge Distillation Tutorial"; weights and temperature of its methods are the defaults.
     "tutorial": {

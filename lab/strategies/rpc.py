@@ -36,6 +36,7 @@ class RPCStrategy(DataParallel):
 
     rpc_name: str
     _relates_rows = False
+    _has_whole_nets = False
 
     def _check_devices(self) -> None:
         super()._check_devices()

@@ -90,6 +90,7 @@ class Place(NamedTuple):
     samples: int | None = None  # in the training set, if `index` is known; also in `build`
     peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
     counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
+    is_written: bool = False  # whether the texts are the student's own: their labels teach nothing
 
 
 class Objective(Recorded, nn.Module, ABC):
@@ -114,6 +115,8 @@ class Objective(Recorded, nn.Module, ABC):
             tokens and of all others together; `sample` if it is also linear in the teacher's probabilities.
         temperatures: at which it compares them.
         peers: names of students whose outputs it reads from `place.peers`.
+        on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
+            writes itself, drawn at the `sampling_temperature`.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
         place: the point in training, set before each call of `forward`, `build` and `after_batch`.
     """
@@ -128,6 +131,9 @@ class Objective(Recorded, nn.Module, ABC):
     tails: Collection[str] = ()
     temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
+    on_policy: float = 0.0
+    max_new_tokens: int = 1
+    sampling_temperature: float = 1.0
     search: Mapping[str, Space] = space()
     place: Place = Place()
 

@@ -1,4 +1,4 @@
-"""Generalised knowledge distillation of language models (GKD, Agarwal et al. 2024), on the data's own texts."""
+"""Generalised knowledge distillation of language models (GKD, Agarwal et al. 2024)."""
 
 from torch import Tensor
 
@@ -18,12 +18,19 @@ class GKD(LogitObjective):
     Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649), equation 1. TRL's loss
     is this one at T 1; it has no factor T^2.
 
+    With `on_policy` the student continues the prompts of a share of the batches, drawn as in the paper for a whole
+    batch, and learns from what it wrote, by the divergence alone: `ce_weight` is for the data's responses. No gradient
+    flows through the draws.
+
     Args:
         beta: the teacher's share of the mixture, 0 to 1.
         temperature: T, which softens both distributions; the factor T^2 keeps the gradients' size.
         gkd_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
+        on_policy: the paper's lambda, the share of batches with the student's own responses, 0 to 1.
+        max_new_tokens: of such a response at most.
+        sampling_temperature: divides the logits from which its tokens are drawn; 0 takes the likeliest.
     """
 
     tails = DISJOINT
@@ -36,8 +43,19 @@ class GKD(LogitObjective):
         gkd_weight: float = 1.0,
         ce_weight: float = 0.0,
         standardize: bool = False,
+        on_policy: float = 0.0,
+        max_new_tokens: int = 128,
+        sampling_temperature: float = 1.0,
     ) -> None:
         super().__init__(temperature, standardize)
+        if not 0 <= on_policy <= 1:
+            raise BadInput("on_policy", on_policy, "a number from 0 to 1")
+        if max_new_tokens < 1:
+            raise BadInput("max_new_tokens", max_new_tokens, "at least 1")
+        if not 0 <= sampling_temperature < float("inf"):
+            raise BadInput("sampling_temperature", sampling_temperature, "0 or more")
+        self.on_policy, self.max_new_tokens = on_policy, max_new_tokens
+        self.sampling_temperature = sampling_temperature
         if not 0 <= beta <= 1:
             raise BadInput("beta", beta, "a number from 0 to 1")
         self.beta = beta
@@ -46,4 +64,4 @@ class GKD(LogitObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         divergence = generalized_jsd(*self.log_probabilities(student, teacher), self.beta)
         gkd = Term(divergence * self.temperature**2, self.gkd_weight)
-        return {"gkd": gkd, "ce": ce_term(student, labels, self.ce_weight)}
+        return {"gkd": gkd, "ce": ce_term(student, labels, 0.0 if self.place.is_written else self.ce_weight)}

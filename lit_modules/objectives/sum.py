@@ -27,6 +27,10 @@ class Sum(Objective):
         self.weights = [weight("weights", w) for w in weights or [1.0] * len(objectives)]
         if len(self.weights) != len(objectives):
             raise BadInput("weights", weights, f"{len(objectives)} weights, one for each objective")
+        if writers := [o for o in objectives if o.on_policy]:
+            raise BadInput(
+                "objectives", type(writers[0]).__name__, "parts with on_policy 0: a sum has the data's texts"
+            )
         self.objectives = nn.ModuleList(objectives)
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self._name_layers()

@@ -225,6 +225,8 @@ def _check_method(form: Form, flag: str, objective: Objective) -> None:
     if layers := [*objective.teacher_layers.values()]:
         expected = f"a method of probabilities alone beside --teacher_top_k; this one reads the layer {layers[0]}"
         raise BadInput(flag, method, f"{expected}, which is not stored")
+    if share := max(getattr(part, "on_policy", 0.0) for part in objective.modules()):
+        raise BadInput(f"{flag}.on_policy", share, "0 beside --teacher_top_k: the teacher has to score new texts")
     if form.k is None:
         return
     if any(getattr(part, "standardize", False) for part in objective.modules()):

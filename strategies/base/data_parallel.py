@@ -59,6 +59,7 @@ class DataParallel(DDPStrategy):
     _timeout: timedelta
     saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
     _relates_rows = True  # whether a loss may relate rows of the global batch, which it always may under `exact`
+    _has_whole_nets = True  # whether a rank can call the nets of a module by themselves, as to write texts
     _interrupted = False  # whether an exception has ended the fit, and other ranks may have gone
     create_optimizers: Callable[[], None] | None = None  # makes a finished fit's optimizers and schedulers on demand
     missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
@@ -170,6 +171,9 @@ class DataParallel(DDPStrategy):
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
         if getattr(module, "relates_rows", False) and not self._relates_rows and self.exact is None:
             expected = "objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
+            raise BadInput("strategy", type(self).__name__, expected)
+        if getattr(module, "may_write", False) and not self._has_whole_nets:
+            expected = "methods with on_policy 0, or ddp or ddp_zero1, whose ranks have whole nets that write texts"
             raise BadInput("strategy", type(self).__name__, expected)
 
     def check_trainer(self, trainer: Trainer) -> None:

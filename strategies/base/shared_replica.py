@@ -20,6 +20,8 @@ SYNCHRONISE = "It is recommended to use `self.log.*sync_dist=True"  # needless w
 class SharedReplica(DataParallel):
     """Ranks of one replica hold the same values, which sums over replicas count once a replica, not once a rank."""
 
+    _has_whole_nets = False
+
     @property
     def replica_size(self) -> int:
         """The number of ranks that compute a replica together; they follow one another."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -93,6 +93,8 @@ class ShardedTraining:
         for total in self._sums:
             total.clear()
         self._relations = ShardedRelations(self._global_rows)
+        if getattr(self.module, "may_write", False):
+            self._write(batch)
         if self._relates:  # rows of the global batch: these are gathered in a first pass over the shards
             self._collect(batch, *args, **kwargs)
             with self._step_context():
@@ -134,6 +136,15 @@ class ShardedTraining:
             with self._isolate(shard, is_mine=bool(mine)), self._step_context():
                 logger.step(shard.batch, *args, **kwargs)
             statistics.take()
+
+    def _write(self, batch: Any) -> None:
+        """Let the module write texts for this rank's shards, or for the one that it computes in another's place."""
+        mine, module = self._shards_of(batch), cast("Any", self.module)
+        others = [Shard(0, *self._spans[0], batch)] if self._relates and not mine else []
+        for shard in mine or others:
+            with self._isolate(shard, is_mine=bool(mine)), self._step_context():
+                module.write(shard.batch, counted=bool(mine))
+        module.count_written()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
         """Return the trainable parameters by name, in groups whose gradients are complete at the same time."""

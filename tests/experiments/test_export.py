@@ -31,7 +31,8 @@ from harness.studies.deploy import card, hub, leaving
 from harness.studies.deploy.builder import data_of_run
 from harness.studies.deploy.package import FILES, TEMPLATES, export_net
 from lit_modules.nets import LightNN, RNNClassifier, Torchvision
-from tests.commands import Refusal, results
+from tests import exporting
+from tests.commands import Refusal, results, start
 from tests.harness.test_predict import draw
 from tests.net_facts import facts
 from tests.processes import Run
@@ -90,7 +91,8 @@ def test_a_run_s_students_leave_as_folders_that_answer_without_this_project(tmp_
     logits = json.loads(elsewhere(tmp_path / "all.py", str(exported / "kd")))
     plain = load_net(run / "seed0" / "kd")(torch.linspace(-1, 1, 128).view(2, 1, 8, 8))
     torch.testing.assert_close(torch.tensor(logits), plain.detach(), rtol=0, atol=1e-5)
-    again = Run(kd.main, ["--out", str(run), "--resume", "true", "--export", str(exported)], log=tmp_path / "again")
+    flags = ["--resume", "true", "--export", str(exported)]
+    again = start(run, *flags, before=exporting.read_here)
     assert f"{exported}/kd: README.md" in again.check()
 
 
@@ -106,7 +108,7 @@ print(json.dumps(net(torch.linspace(-1, 1, 128).view(2, 1, 8, 8)).tolist()))
 
 @pytest.mark.slow
 @pytest.mark.extras
-def test_texts_and_torchvision_s_nets_leave(tmp_path: Path) -> None:
+def test_texts_and_torchvision_s_nets_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = facts(inputs=Preparation(kind="bytes", shape=(6,)), classes=("neg", "pos"))
     arguments: dict[str, Any] = {"input_shape": (6,), "num_classes": 2}
     save_net(RNNClassifier(**arguments), spec("lit_modules.nets.RNNClassifier", arguments), tmp_path / "words", known)
@@ -121,6 +123,7 @@ def test_texts_and_torchvision_s_nets_leave(tmp_path: Path) -> None:
     image = Preparation(kind="images", shape=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
     ours = Torchvision(**arguments)
     save_net(ours, spec("lit_modules.nets.Torchvision", arguments), tmp_path / "net", facts(inputs=image, classes=()))
+    exporting.read_here(monkeypatch)
     assert export_net(tmp_path / "net", tmp_path / "plain") == {}
     from safetensors.torch import load_file
 

@@ -20,6 +20,7 @@ from harness.runs.nets import save_net
 from harness.studies.deploy import Row, Study, formats, latency
 from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
+from tests import exporting
 from tests.commands import Refusal, left_by_overwriting, results
 from tests.experiments.test_documented import start_fresh
 from tests.processes import Run
@@ -181,6 +182,7 @@ def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_writ
             kept(net, example, folder, facts)
 
     monkeypatch.setattr(formats, "write_onnx", write_onnx)
+    exporting.read_here(monkeypatch)
     command = Run(fresh, out, log=tmp_path / "log")
     command.check(1)
     rows = {row["format"]: row for row in results(out)["rows"]}

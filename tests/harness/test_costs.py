@@ -154,6 +154,7 @@ def test_slow_steps_are_timed_fewer_times(seconds: float, steps: int, monkeypatc
         taken.append(weight.sum())
         return taken[-1]
 
+    monkeypatch.setattr(costs, "LONGEST", 0.25)
     monkeypatch.setattr(costs.time, "perf_counter", lambda: len(taken) * seconds)
     assert costs.milliseconds(step) == pytest.approx(1e3 * seconds)
     assert len(taken) == steps

@@ -25,7 +25,7 @@ from harness.runs import files, signals
 from harness.runs.plans import Arm, FitPlan
 from harness.studies import launched
 from harness.studies.launched import VARIABLE, _check_device, divide, without_jobs
-from tests import waiting
+from tests import forked_jobs, waiting
 from tests.commands import Refusal, curves, lasting, left_by_overwriting, results, start
 from tests.launching import TINY, faults, until
 from tests.processes import Run
@@ -55,7 +55,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def processes(out: Path) -> list[int]:
     """The jobs of a run that are alive."""
-    alive = []
+    alive = forked_jobs.processes(out)
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"{VARIABLE}={out}" in path.read_text(errors="replace"):
@@ -63,10 +63,10 @@ def processes(out: Path) -> list[int]:
     return alive
 
 
-def begin(out: Path, *flags: str) -> Run:
-    """The main job, with a log of its own."""
+def begin(out: Path, *flags: str, jobs: Callable[[], None] | None = forked_jobs.fork_jobs) -> Run:
+    """The main job, with a log of its own, whose jobs are forks, too."""
     out.with_suffix(".log").unlink(missing_ok=True)
-    return start(out, *flags)
+    return start(out, *flags, before=jobs)
 
 
 def check(run: Run, out: Path, code: int = 0) -> str:
@@ -374,7 +374,7 @@ def test_a_search_runs_as_jobs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_job_is_named_with_its_log(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = begin(out, *TWO, *LOCAL, "--optimizer.lr", "1e30")
+    run = begin(out, *TWO, *LOCAL, "--optimizer.lr", "1e30", jobs=None)  # as users start them
     (line,) = [line for line in check(run, out, 2).splitlines() if line.startswith("error: ")]
     assert line.startswith("error: job seed")
     for seed in range(2):

@@ -11,7 +11,8 @@ import torch
 from experiments import compare, kd
 from harness.runs.nets import load_net, read_facts, teachers_beside
 from lit_modules.nets import Ensemble
-from tests.commands import nets, results
+from tests import forked_jobs
+from tests.commands import nets, results, start
 from tests.training import assert_same
 
 QUICK = ["--seeds", "1", "--trainer.max_epochs", "2", "--data.train_size", "60", "--data.test_size", "40"]
@@ -96,8 +97,9 @@ def test_any_number_of_processes_and_an_interruption_give_the_same_bits(several:
 
 @pytest.mark.slow
 def test_jobs_give_the_same_bits(several: Path, tmp_path: Path) -> None:
-    out = run(tmp_path / "jobs", *BIG, *MIX, *ROWS, "--launcher", "local")
-    assert_same(nets(out), nets(several))
+    flags = [*QUICK, *BIG, *MIX, *ROWS, "--launcher", "local"]
+    start(tmp_path / "jobs", *flags, before=forked_jobs.fork_jobs).check()
+    assert_same(nets(tmp_path / "jobs"), nets(several))
 
 
 def test_a_method_of_several_nets(tmp_path: Path) -> None:

@@ -68,10 +68,12 @@ def test_a_run_says_how_it_goes_on(tmp_path: Path) -> None:
 
     def main() -> None:
         nets.save_net.__globals__["write_spec"] = lambda *_: in_a_weak_reference()
-        kd.main(["--seeds", "1", "--trainer.max_epochs", "1", "--teacher", "LightNN", "--out", str(out)])
+        flags = ["--seeds", "1", "--trainer.max_epochs", "1", "--teacher", "LightNN"]
+        kd.main([*flags, "--out", str(out), "--export", "the files"])
 
     output = Run(main, log=tmp_path / "log").check(128 + signal.SIGTERM)
-    assert output.endswith(f"stopped; go on with: python experiments/kd.py --out {out} --resume true\n")
+    again = f"python experiments/kd.py --out {out} --resume true --export 'the files'"  # which no folder of a run holds
+    assert output.endswith(f"stopped; go on with: {again}\n")
     assert (out / "seed0" / "teacher.ckpt").exists()
     assert not (out / "seed0" / "teacher.json").exists()
 
