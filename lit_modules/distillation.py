@@ -27,10 +27,10 @@ from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
-from lit_modules.stored_teacher import Stored, make_cache
+from lit_modules.stored_teacher import Stored
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
 from lit_modules.tasks import LABELLED, Classification, Task
-from lit_modules.teacher import leave_out_of_state, trained_teacher
+from lit_modules.teacher import leave_out_of_state, make_cache, trained_teacher
 
 
 class Distillation(OnPolicyLearner):

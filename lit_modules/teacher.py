@@ -16,11 +16,13 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.weights import read_saved
-from lit_modules.nets import Outputs, unwrap_logits
+from lit_modules.nets import Ensemble, Outputs, has_no_running_statistics, unwrap_logits
 from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective
 from lit_modules.objectives.base import OWN
+from lit_modules.stored_teacher import Stored, TextStore, form_of
 
 LEAST = 2**20  # bytes that are worth a line
 LOGITS = ""  # their name in a file, which no layer has
@@ -238,3 +240,21 @@ def _reads(name: str, objective: Objective, path: str, stored: Outputs) -> bool:
         return path.startswith(f"{name}{OWN}")
     raw = path in objective.teacher_layers.values() and f"{name}{OWN}{path}" not in stored.features
     return raw and objective.uses_teacher
+
+
+def make_cache(
+    teacher: nn.Module, objectives: Mapping[str, Objective], classes: int, tell: Callable[[str], object], max_mb: int,
+    folder: str | Path | None, stored: Stored | None,
+) -> TeacherCache | TextStore:  # fmt: skip
+    """Make it; BadInput for flags that can't be used, or a teacher that can't be stored."""
+    if stored is None:
+        if isinstance(teacher, StoredTeacher):
+            raise BadInput("teacher", type(teacher).__name__, "what was stored of it beside it")
+        return TeacherCache(teacher, max_mb, folder, tell)
+    if folder is None:
+        raise BadInput("teacher_top_k", stored.top_k, "--teacher_cache_dir DIR beside it, where outputs are kept")
+    depends = any(map(has_no_running_statistics, teacher.modules()))
+    if isinstance(teacher, Ensemble) or depends:
+        why = "depend on the batch, by its statistics" if depends else "are the mean of several, which is not stored"
+        raise BadInput("teacher_top_k", stored.top_k, f"a teacher whose outputs can be stored; this one's {why}")
+    return TextStore(teacher, folder, form_of(stored, objectives, classes), classes, stored.source, tell)

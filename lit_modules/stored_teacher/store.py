@@ -18,7 +18,7 @@ from lit_modules.nets import Outputs
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective
 from lit_modules.stored_teacher.file import FLAG, VERSION, Layout, Part, check_blocks, locked, read_layout
-from lit_modules.stored_teacher.forms import Form
+from lit_modules.stored_teacher.forms import Form, Stored
 
 Ask = Callable[[Batch], Outputs]
 WORDS = 2**32
@@ -53,6 +53,12 @@ def read_texts(chunks: Iterable[Batch], samples: int, device: torch.device | Non
         low, high = replicas.all_reduce_sum_(halves).tolist()
         counts, total = replicas.all_reduce_sum_(counts.to(device)).cpu(), low + high * WORDS
     return Texts(counts.numpy(), f"{total % WORDS**2:016x}")
+
+
+def form_of(stored: Stored, objectives: Mapping[str, Objective], classes: int) -> Form:
+    """Return the form of what is stored for these methods and V classes."""
+    temperatures = {t for objective in objectives.values() if objective.uses_teacher for t in objective.temperatures}
+    return Form.of(stored, {*temperatures, *stored.temperatures}, classes)
 
 
 class TextStore:
