@@ -89,6 +89,7 @@ class Options(cli.RunOptions):
             that is learned, or of all; later runs read them, and do not load the teacher.
         teacher_tail: what stands for other tokens: their mass as one bucket, which is the default; nothing, as the
             tokens are a sample of the distribution; or nothing, as those kept are renormalised.
+        loss_chunk: of texts, tokens whose logits training holds at once; 0: all; default: 128 if V is 4,096 or more.
     """
 
     recipe: Recipe | None = None
@@ -117,6 +118,7 @@ class Options(cli.RunOptions):
     teacher_cache_mb: int = 1024
     teacher_top_k: int | Literal["all"] | None = None
     teacher_tail: Literal["bucket", "sample", "renormalize"] | None = None
+    loss_chunk: int | None = None
     common: ClassVar[Collection[str]] = (
         "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
         "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
@@ -143,6 +145,8 @@ class Options(cli.RunOptions):
         if self.teacher_continue and not (whole and self.teacher_epochs):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, and all weights in the file"
             raise BadInput("teacher_continue", "true", expected)
+        if self.loss_chunk is not None and self.loss_chunk < 0:
+            raise BadInput("loss_chunk", self.loss_chunk, "a number of tokens, or 0 for all of a batch at once")
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
@@ -269,6 +273,7 @@ class KD(BakeOff):
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
             stored=self.stored.options(seed),
+            loss_chunk=config.loss_chunk,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
             optimizer_options=optimizers, ema=config.ema, end_tokens=data.end_tokens,
         )  # fmt: skip

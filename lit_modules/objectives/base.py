@@ -109,6 +109,8 @@ class Objective(Recorded, nn.Module, ABC):
             the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` should
             make them small, as they are sent. An objective that does not declare it is refused.
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
+        by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
+            language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
         tails: forms of a teacher that is stored in k tokens (`--teacher_tail`) that it can learn from: `bucket` and
             `renormalize` if it compares nothing but `log_probabilities`, token by token, which may be those of k
@@ -127,6 +129,7 @@ class Objective(Recorded, nn.Module, ABC):
     needs: str = ""
     relates_rows: bool = False
     fewest_related: int = 1
+    by_token: bool = False
     needs_labels: bool = False
     tails: Collection[str] = ()
     temperatures: Collection[float] = ()

@@ -41,11 +41,13 @@ def distil(
     stored: Stored | None = None,
     methods: Any = METHODS,
     teacher: nn.Module | None = None,
+    chunk: int = 0,
 ) -> Distillation:
     students = {name: (gpt(**data.net_arguments, **SMALL), make()) for name, make in methods.items()}
     return Distillation(
         teacher or gpt(**data.net_arguments, seed=1), students, data.input_shape, data.num_classes, task=Tokens(),
         input_dtype=torch.int64, stored=stored, teacher_cache_dir=folder, teacher_cache_mb=0,
+        loss_chunk=chunk,
     )  # fmt: skip
 
 
@@ -292,9 +294,11 @@ def test_only_tokens_that_count_are_stored_however_texts_are_padded(tmp_path: Pa
 
 @pytest.mark.parametrize("top_k", ["all", 5])
 def test_responses_of_conversations_are_stored_whatever_batch_they_are_in(top_k: Any, tmp_path: Path) -> None:
-    def trained(stored: Stored | None, teacher: nn.Module | None = None, **options: Any) -> dict[str, Tensor]:
+    def trained(
+        stored: Stored | None, teacher: nn.Module | None = None, chunk: int = 0, **options: Any
+    ) -> dict[str, Tensor]:
         data = chat(tmp_path, max_length=64, train_size=17, **options)
-        module = distil(data, tmp_path / "kept", stored, {"kd": Hinton}, teacher)
+        module = distil(data, tmp_path / "kept", stored, {"kd": Hinton}, teacher, chunk)
         return weights(fit(module, data, precision="64-true"))
 
     kept = trained(Stored(top_k))
@@ -305,5 +309,6 @@ def test_responses_of_conversations_are_stored_whatever_batch_they_are_in(top_k:
     assert file(tmp_path / "kept") == path
     if top_k == 5:
         assert_same(kept, trained(Stored(top_k), teacher, pack=True), atol=1e-9)
+        assert_same(kept, trained(Stored(top_k), teacher, chunk=16), atol=1e-9)
     else:  # but for the last bits, as kernels for other widths add in another order
         assert_same(kept, trained(None), atol=1e-12)
