@@ -122,7 +122,7 @@ class Chat(InMemoryData):
         if self.path is None:
             raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
         self.vocabulary = self._vocabulary(paths)
-        template = self._template()
+        template = self.conversation_template()
         self.end_tokens = template.ends()
         self._files = [self._open(path, template) for path in paths]
         for path, file in zip(paths, self._files, strict=True):
@@ -179,7 +179,8 @@ class Chat(InMemoryData):
             return Vocabulary("".join(set().union(*characters)))
         return Subwords(str(self.tokenizer))
 
-    def _template(self) -> Template:
+    def conversation_template(self) -> Template:
+        """Return what makes tokens of a conversation."""
         text = None
         if self.template is not None:
             try:

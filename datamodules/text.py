@@ -91,6 +91,8 @@ class Subwords:
         try:
             with warnings.catch_warnings(action="ignore"):  # from what it imports
                 self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(name, "data.tokenizer"))
+        except BadInput:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
             expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
             raise BadInput("data.tokenizer", name, expected) from None

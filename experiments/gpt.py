@@ -41,7 +41,7 @@ class Options(cli.RunOptions):
     Args:
         compile: let torch.compile make kernels for the net, on one device or under ddp.
         sample: a prompt that the net in --run continues; nothing is trained.
-        run: the folder of a finished run.
+        run: the folder of a finished run, of a net as RUN/seed0/kd, or of a model of transformers.
         samples: how many texts to write, after training too.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from so many of the likeliest tokens; from all when not given.

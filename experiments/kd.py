@@ -35,11 +35,12 @@ from harness.jobs.engines import LAUNCHERS
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
-from harness.runs.taught import TEACHER
+from harness.runs.taught import TEACHER, row_of
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import build_net, given_by_data, is_pruned, learner_options
 from harness.studies.deploy import leaving
+from harness.studies.deploy.language import write_language_models
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.recipes import DEFAULT, RECIPES, Recipe
@@ -279,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
+            write_language_models(run, map(row_of, bake_off.teachers), bake_off.arms)
             if run.config.export:
                 leaving.export_students(run, bake_off.arms)
 

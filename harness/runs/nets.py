@@ -216,7 +216,8 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {cause}") from error
     weights = full_names(net, read_weights(path, flag) if weights is None else weights)
-    if kinds := {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}:
+    kinds = {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}
+    if kinds - {p.dtype for p in net.parameters()}:  # models of transformers keep some buffers in float32
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)
     load_checked(net, weights)

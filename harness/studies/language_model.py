@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.reports import html
@@ -23,8 +26,10 @@ from harness.runs.tensorboard import indent, log_means, log_text
 from harness.studies.fits import fit
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
+from lit_modules.nets.generation import Sampling, generate, row_keys
 from lit_modules.tasks import BITS
 
+GGUF, WRITTEN = ".gguf", 128  # files of llama.cpp; tokens at most of a text by a model of others
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
@@ -80,13 +85,35 @@ def table(seeds: Sequence[int], records: Sequence[FitRecord]) -> Table:
 def _generate(folder: Path, prompt: str, config: Namespace) -> list[str]:
     """Continue the prompt by the net in a folder, to texts as long as its block."""
     net: Any = load_net(folder)
-    vocabulary = read_vocabulary(folder)
+    return _continue(net, read_vocabulary(folder), net.init_args["block_size"], config, prompt)
+
+
+def _continue(
+    net: Any, vocabulary: Vocabulary | Subwords, block_size: int, config: Namespace, prompt: str | None = None
+) -> list[str]:
+    """Continue a prompt, by default `--sample`, to a text of as many tokens at most."""
+    prompt = config.sample if prompt is None else prompt
     tokens = vocabulary.encode(prompt, "sample")
-    if not 1 <= len(tokens) <= net.block_size:
-        raise BadInput("sample", repr(prompt), f"1 to {net.block_size} tokens, the net's block size; not {len(tokens)}")
-    drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
+    if not 1 <= len(tokens) <= block_size:
+        raise BadInput("sample", repr(prompt), f"1 to {block_size} tokens, the net's block size; not {len(tokens)}")
     with nets.any_kernel(net):  # on the CPU, wherever the net was trained
-        return [vocabulary.decode(text) for text in net.generate(tokens.expand(config.samples, -1), **drawing)]
+        if isinstance(net, nets.GPT):
+            drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
+            texts = [*net.generate(tokens.expand(config.samples, -1), **drawing)]
+        else:
+            texts = _draw(net, vocabulary, tokens, block_size - len(tokens), config)
+    return [vocabulary.decode(text) for text in texts]
+
+
+def _draw(net: Any, vocabulary: Vocabulary | Subwords, prompt: Tensor, most: int, config: Namespace) -> list[Tensor]:
+    """Continue a prompt (t,) by `most` tokens at most, up to the end token; return texts (t + new,)."""
+    samples, sampling = torch.arange(config.samples), Sampling(config.temperature, config.top_k)
+    end = vocabulary.tokenizer.eos_token_id if isinstance(vocabulary, Subwords) else None
+    ends, lengths = [] if end is None else [end], torch.full_like(samples, len(prompt))
+    keys = row_keys(samples, config.sample_seed)
+    drawn = generate(net, prompt.expand(config.samples, -1), lengths, most, keys, sampling, ends)
+    pairs = zip(drawn.tokens, drawn.lengths.tolist(), strict=True)
+    return [torch.cat([prompt, tokens[:length]]) for tokens, length in pairs]
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
@@ -99,8 +126,23 @@ def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
 
 
 def sample(config: Namespace) -> Sequence[str]:
-    """Continue `--sample` by the net of the first seed in `--run`; BadInput if one can't be used."""
+    """Continue `--sample` by the net in `--run`; BadInput if one can't be used.
+
+    `--run` is a run of gpt.py, whose first seed's net is taken, a net's folder as RUN/seed0/kd, or a model of
+    transformers, by name or folder.
+    """
+    folder = Path(config.run)
+    if (folder / "net.yaml").is_file():
+        return _generate(folder, config.sample, config)
+    if (folder / "config.json").is_file() or folder.suffix == GGUF or [*folder.glob(f"*{GGUF}")]:
+        try:
+            vocabulary = Subwords(config.run)
+            net = nets.HuggingFaceLM(config.run, len(vocabulary), 1, pretrained=True).eval()
+        except BadInput as fault:
+            raise BadInput("run", config.run, fault.expected) from None
+        return _continue(net, vocabulary, min(WRITTEN, net.block_size or WRITTEN), config)
     results = load_results(config.run)
     if results["experiment"] != NAME:
-        raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py")
-    return _generate(Path(config.run) / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
+        of_kd = f"; or one of its nets' folders, as {folder}/seed0/kd" if results["experiment"] == "kd" else ""
+        raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py{of_kd}")
+    return _generate(folder / f"seed{results['seeds'][0]}" / NAME, config.sample, config)

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import yaml
 from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.batch import IGNORED
 from harness import cli
-from harness.runs.files import read_text, write_json
+from harness.runs.files import read_text, write_text
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.quiet import notice
 from harness.runs.session import Session
@@ -46,13 +47,13 @@ class Pruning:
                     pruned: nets.Pruned = cli.build(choice, key)
                     kept = pruned.choose(teacher, tokens, labels)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, kept._asdict())
-            self.kept[seed, key] = Kept.read(read_text(path))
+                write_text(path, yaml.safe_dump(kept._asdict(), default_flow_style=None))
+            self.kept[seed, key] = Kept(**yaml.safe_load(read_text(path)))
         if is_main_process():
             notice(f"seed {seed} {key}: {choice.name} keeps {self.kept[seed, key]}; {path.relative_to(run.out)}")
 
     def _file(self, key: str, seed: int) -> Path:
-        return self.run.out / f"seed{seed}" / f"{key.replace('.', '-')}.pruned.json"
+        return self.run.out / f"seed{seed}" / f"{key.replace('.', '-')}.pruned.yaml"
 
     def _texts(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return tokens (b, T) and labels (b, T) of samples that the run trains on, drawn by the seed."""

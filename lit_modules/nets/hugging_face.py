@@ -121,7 +121,7 @@ class HuggingFaceLM(Net):
             raise BadInput("config", config, "no pretrained weights beside it; Pruned keeps a part of a teacher's")
         if dtype not in DTYPES:
             raise BadInput("dtype", dtype, " or ".join(DTYPES))
-        self.vocab_size = vocab_size
+        self.name, self.vocab_size = name, vocab_size
         with import_transformers(name, "a causal language model") as transformers:
             folder = model_folder(name)
             settings = transformers.AutoConfig.from_pretrained(folder, **SAFE)

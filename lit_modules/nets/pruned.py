@@ -1,6 +1,5 @@
 """Students made of a teacher's own weights: fewer blocks, attention heads and MLP channels (Minitron, 2407.14679)."""
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +29,6 @@ class Kept(NamedTuple):
     channels: list[list[int]] | None = None  # of each kept block, of its MLP; None for all
     loss: float | None = None  # a token, measured with these blocks; None if nothing was measured
     whole: float | None = None  # of the whole teacher on the same texts
-
-    @classmethod
-    def read(cls, text: str) -> "Kept":
-        """Return what was written as JSON."""
-        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         ranges, first = list[str](), 0

@@ -1,25 +1,32 @@
 """kd.py with students made of the teacher's weights: recorded, the same on ranks and after a resume, wrong options."""
 
-import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from experiments import gpt, kd
 from harness.runs.nets import load_net, read_spec
 from tests.commands import results
+from tests.language_parts import save_llama
+from tests.processes import Run
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 
 
-def _flags(folder: Path, *more: str) -> list[str]:
+GPT = [
+    "--teacher", "GPT", "--teacher.num_layers", "4", "--teacher.num_heads", "2", "--teacher.embed_dim", "8",
+]  # fmt: skip
+
+
+def _flags(folder: Path, *more: str, teacher: list[str] = GPT) -> list[str]:
     (folder / "a.txt").write_text(TEXT)
     return [
         "--data", "Text", "--data.path", str(folder / "a.txt"), "--data.block_size", "8", "--data.batch_size", "6",
-        "--teacher", "GPT", "--teacher.num_layers", "4", "--teacher.num_heads", "2", "--teacher.embed_dim", "8",
-        "--student", "Pruned", "--student.layers", "2", "--only", "ce", "kd", "--seeds", "1",
+        *teacher, "--student", "Pruned", "--student.layers", "2", "--only", "ce", "kd", "--seeds", "1",
         "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "4", *more,
     ]  # fmt: skip
 
@@ -30,7 +37,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_students_begin_with_the_teachers_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kd.main(_flags(tmp_path, "--optimizer.lr", "1e-30", "--out", str(tmp_path / "run")))
-    kept = json.loads((tmp_path / "run" / "seed0" / "student.pruned.json").read_text())
+    kept = yaml.safe_load((tmp_path / "run" / "seed0" / "student.pruned.yaml").read_text())
     assert len(kept["blocks"]) == 2
     assert "Pruned keeps blocks " in capsys.readouterr().out
     teacher = load_net(tmp_path / "run" / "seed0" / "teacher").state_dict()
@@ -50,9 +57,9 @@ def test_processes_and_a_resume_change_nothing(tmp_path: Path) -> None:
     kd.main(_flags(tmp_path, *exact, "--trainer.devices", "2", "--out", str(tmp_path / "two")))
     expected = _weights(tmp_path / "one")
     assert all(torch.equal(value, expected[key]) for key, value in _weights(tmp_path / "two").items())
-    written = [json.loads((tmp_path / run / "seed0" / "student.pruned.json").read_text()) for run in ("one", "two")]
+    written = [yaml.safe_load((tmp_path / run / "seed0" / "student.pruned.yaml").read_text()) for run in ("one", "two")]
     assert written[0] == written[1]
-    for name in ("students.json", "students.ckpt", "student.pruned.json"):
+    for name in ("students.json", "students.ckpt", "student.pruned.yaml"):
         (tmp_path / "two" / "seed0" / name).unlink()
     kd.main(["--out", str(tmp_path / "two"), "--resume", "true", "--trainer.devices", "1"])
     assert all(torch.equal(value, expected[key]) for key, value in _weights(tmp_path / "two").items())
@@ -73,3 +80,60 @@ def test_a_net_by_itself_is_not_pruned(tmp_path: Path, refusal: Any) -> None:
     by_itself = ["--data", "Text", "--student", "GPT", "--teacher", "Pruned", "--teacher.layers", "1", "--only", "kd"]
     assert "--teacher Pruned: expected a net by itself" in refusal(kd.main, *by_itself)
     assert "--net Pruned: expected a net by itself" in refusal(gpt.main, "--net", "Pruned", "--net.layers", "1")
+
+
+@pytest.mark.extras("transformers", "gguf", "peft")
+@pytest.mark.parametrize("what", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_students_are_folders_that_transformers_loads(what: str, tmp_path: Path) -> None:
+    run = Run({"gpt": _folder_of_gpt, "llama": _folder_of_llama}[what], tmp_path, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def _same_logits(folder: Path, atol: float = 1e-5) -> Any:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+    net, tokens = load_net(folder), torch.arange(3, 11)[None]
+    logits = model(tokens).logits[..., : net(tokens).shape[-1]]
+    torch.testing.assert_close(logits, net(tokens), rtol=0, atol=atol)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    inputs = tokenizer("the", return_tensors="pt", add_special_tokens=False)
+    assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
+    assert "AutoModelForCausalLM" in (folder / "hf" / "README.md").read_text()
+    return tokenizer
+
+
+def _folder_of_gpt(folder: Path) -> None:
+    kd.main(_flags(folder, "--out", str(folder / "run")))
+    for name in ("ce", "kd"):
+        tokenizer = _same_logits(folder / "run" / "seed0" / name)
+        assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    assert not (folder / "run" / "seed0" / "teacher" / "hf").exists()
+    before = (folder / "run" / "seed0" / "kd" / "hf" / "model.safetensors").read_bytes()
+    kd.main(["--out", str(folder / "run"), "--resume", "true", "--only", "ce", "kd", "cosine"])
+    assert (folder / "run" / "seed0" / "kd" / "hf" / "model.safetensors").read_bytes() == before
+    gpt.main(["--sample", "the", "--run", str(folder / "run" / "seed0" / "teacher")])
+    gpt.main(["--sample", "the", "--run", str(folder / "run" / "seed0" / "kd")])
+    kd.main(_flags(folder, "--out", str(folder / "run"), "--overwrite", "true"))
+    assert not list((folder / "run" / "seed0").glob("cosine*"))
+
+
+def _folder_of_llama(folder: Path) -> None:
+    import transformers
+
+    warnings.simplefilter("ignore")
+    save_llama(folder / "lm")
+    (folder / "lm" / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 0], "temperature": 0.5, "do_sample": true}'
+    )
+    teacher = ["--teacher", "HuggingFaceLM", "--teacher.name", str(folder / "lm"), "--teacher.pretrained", "true"]
+    more = ["--student.heads", "2", "--teacher.dtype", "bfloat16", "--out", str(folder / "run")]
+    kd.main(_flags(folder, *more, teacher=teacher))
+    tokenizer = _same_logits(folder / "run" / "seed0" / "kd")
+    whole = transformers.AutoTokenizer.from_pretrained(folder / "lm")
+    assert tokenizer.chat_template == whole.chat_template
+    assert tokenizer.get_vocab() == whole.get_vocab()
+    config = transformers.GenerationConfig.from_pretrained(folder / "run" / "seed0" / "kd" / "hf")
+    assert (config.eos_token_id, config.temperature) == ([2, 0], 0.5)
+    for name in ("seed0/teacher", "seed0/kd", "seed0/kd/hf", "../lm"):
+        gpt.main(["--sample", "the quick", "--run", str(folder / "run" / name), "--samples", "2"])

@@ -1,6 +1,6 @@
 """The model card of an exported net, as the Hugging Face hub lays it out: what, from what, how good, at what cost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,40 @@ from harness.runs.nets import Place, place_of, read_spec
 PIPELINES = {"images": "image-classification", "bytes": "text-classification"}  # names of tasks on the hub
 METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
 TEACHER = "teacher"
+USE_LANGUAGE_MODEL = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
+inputs = tokenizer("TEXT", return_tensors="pt", add_special_tokens=False)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```"""
 AVERAGED = ", moving average of weights"
 
 
 def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     """Write the card of the net in a run's folder; without results of the run the card says so."""
     place = place_of(folder)
+    return _card(folder, facts, parameters, _head(place, facts, _results(place.run)), _use(facts))
+
+
+def language_card(folder: Path, facts: NetFacts, parameters: int) -> str:
+    """Write the card of a language model in a run's folder, as transformers reads it."""
+    tags = ["knowledge-distillation", "pytorch", "safetensors"]
+    head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
+    return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL])
+
+
+def _card(folder: Path, facts: NetFacts, parameters: int, head: dict[str, Any], use: Iterable[str]) -> str:
+    place = place_of(folder)
     results, name = _results(place.run), place.name
     net = str(read_spec(folder)["class_path"]).rpartition(".")[2]
     parts = [
-        f"---\n{yaml.safe_dump(_head(place, facts, results), sort_keys=False, allow_unicode=True)}---",
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
         f"# {name}: {net}{AVERAGED * place.is_average}" + (f" on {results.data['name']}" if results else ""),
         _lead(name, net, facts, parameters, results),
-        *_use(facts),
+        *use,
         *(_of_results(place, results) if results else ["## Results\n\nThe run left no table of results."]),
         "## Made by\n\n" + "\n".join(f"- {line}" for line in _made_by(facts, place.run)),
     ]
@@ -78,7 +99,8 @@ def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Result
     is_teacher = name.partition("-")[0] == TEACHER  # also of several, such as teacher-big
     how = "was trained as a teacher" if is_teacher else "is a student of a comparison of distillation methods"
     learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
-    return f"A {net} of {count(parameters)} parameters for {what} of {len(facts.classes)} classes. It {how}{learnt}."
+    for_what = f"{what} of {len(facts.classes)} classes" if facts.task != "tokens" else "texts"
+    return f"A {net} of {count(parameters)} parameters for {for_what}. It {how}{learnt}."
 
 
 def _use(facts: NetFacts) -> Iterator[str]:

@@ -1,0 +1,68 @@
+"""Language models and vocabularies as those of transformers: the same logits, the same numbers of tokens."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apprentice.keyed import with_seed
+from datamodules import Vocabulary
+from datamodules.as_tokenizers import as_tokenizer
+from datamodules.chat_templates import MarkedTurns
+from datamodules.conversations import Conversation
+from lit_modules.nets import GPT, LightNN
+from lit_modules.nets.as_transformers import as_transformers
+from tests.processes import Run
+
+pytestmark = pytest.mark.extras("transformers")
+TEXT = "the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
+
+
+@pytest.mark.parametrize("what", ["models", "tokenizers"])
+def test_as_transformers(what: str, tmp_path: Path) -> None:
+    run = Run({"models": _models, "tokenizers": _tokenizers}[what], tmp_path, log=tmp_path / "log")
+    assert run.wait() == 0, run.output
+
+
+def _models(folder: Path) -> None:
+    import transformers
+
+    warnings.simplefilter("ignore")
+    tokens = torch.arange(32).view(2, 16) * 7 % 60
+    cases: list[dict[str, Any]] = [{}, {"bias": False}, {"tie_weights": False, "dropout": 0.1}]
+    for number, options in enumerate(cases):
+        net = with_seed(0, lambda options=options: GPT(60, 16, 3, 2, 8, **options)).double().eval()
+        for parameter in net.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        as_transformers(net).save_pretrained(folder / str(number))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / str(number), dtype=torch.float64).eval()
+        torch.testing.assert_close(theirs(tokens).logits, net(tokens), rtol=1e-9, atol=1e-9)
+        single = net.float()
+        as_transformers(single).save_pretrained(folder / str(number))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / str(number)).eval()
+        torch.testing.assert_close(theirs(tokens).logits, single(tokens), rtol=1e-5, atol=1e-5)
+    assert as_transformers(LightNN((1, 8, 8))) is None
+
+
+def _tokenizers(folder: Path) -> None:
+    import transformers
+
+    warnings.simplefilter("ignore")
+    turns = [{"role": "user", "content": "Über\n x"}, {"role": "assistant", "content": " y  z"}]
+    for name, vocabulary in {
+        "bytes": Vocabulary(),
+        "characters": Vocabulary(TEXT + "\x01\x02\x03\x04\x05 xyz"),
+    }.items():
+        marked = MarkedTurns(vocabulary)
+        as_tokenizer(vocabulary, marked).save_pretrained(folder / name)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder / name)
+        assert theirs(TEXT)["input_ids"] == vocabulary.encode(TEXT).tolist()
+        assert theirs.decode(vocabulary.encode(TEXT)) == TEXT
+        assert len(theirs) == len(vocabulary)
+        encoded = marked.encode(Conversation("a", turns, None)).tokens.tolist()
+        assert theirs.apply_chat_template(turns)["input_ids"] == encoded
+        prompt = theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+        assert prompt == encoded[: len(prompt)]
+        assert encoded[-1] == theirs.eos_token_id
