@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,7 @@ from harness.cli.classes import Classes
 from harness.cli.entries import Entry, Fixed
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, FIXED, FREE, OnResume, rules_of
-from harness.cli.signatures import Signature
+from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import Layer, Setting, layer, recipe
 from harness.start import called_as
 
@@ -21,7 +22,7 @@ class Declarations:
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
         self.name = called_as(prog).removeprefix("python experiments/")
-        self.options = Signature(options)
+        self.options = options_of(options)
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
@@ -87,7 +88,7 @@ class Declarations:
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
-        self._add(key, Entry(options=Signature(target, skip)), {})
+        self._add(key, Entry(options=options_of(target, frozenset(skip))), {})
 
     def add_texts(self, key: str, about: str) -> None:
         """Add `--KEY.NAME.OPTION VALUE` for any names; the configuration has the values by what follows the key."""
@@ -107,17 +108,14 @@ class Declarations:
         switches ours on and off. `on_resume` says of options that results depend on how they may change;
         `idle` are options that do nothing here.
         """
-        from lightning.pytorch import Trainer
-
         self.idle |= {f"trainer.{name}" for name in idle}
         rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
         self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
         self.classes["trainer.callbacks"] = training.CALLBACKS
         self.classes["trainer.strategy"] = training.Strategies()
-        types = {**training.TYPES, "logger": bool}
         if loggers:
-            self.classes["trainer.logger"], types = training.LOGGERS, training.TYPES
-        self._add("trainer", Entry(options=Signature(Trainer, training.OWNED, types)), {"logger": True, **defaults})
+            self.classes["trainer.logger"] = training.LOGGERS
+        self._add("trainer", Entry(options=_trainer_options(loggers)), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry, default: Any) -> None:
         self.entries[key] = entry
@@ -133,3 +131,10 @@ class Declarations:
     def free(self) -> list[str]:
         """The flags on which no result depends, nor on the options below them."""
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
+
+
+@cache
+def _trainer_options(loggers: bool) -> Signature:
+    from lightning.pytorch import Trainer
+
+    return Signature(Trainer, training.OWNED, training.TYPES if loggers else {**training.TYPES, "logger": bool})

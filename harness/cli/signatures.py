@@ -114,7 +114,8 @@ def _fits(value: Any) -> bool:
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
-options_of = functools.cache(Signature)  # of a class, and of a frozenset of arguments to skip
+# Of a class, and of a frozenset of arguments to skip.
+options_of: Callable[..., Signature] = functools.cache(Signature)
 
 
 def kinds_of(hint: Any) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,16 +58,20 @@ def assert_same_end(out: Path, reference: tuple[dict[str, torch.Tensor], Any]) -
     assert results == reference[1]
 
 
-@pytest.fixture(scope="module", params=mostly_slow([1, 2], 2))
-def devices(request: pytest.FixtureRequest) -> int:
-    return request.param
+Undisturbed = Callable[[int], tuple[dict[str, torch.Tensor], Any]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(devices: int, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], Any]:
-    out = tmp_path_factory.mktemp("reference") / "run"
-    start(out, "--trainer.devices", str(devices)).check()
-    return ended(out)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """How a run on so many processes ends."""
+
+    @cache
+    def run(devices: int) -> tuple[dict[str, torch.Tensor], Any]:
+        out = tmp_path_factory.mktemp("reference") / "run"
+        start(out, "--trainer.devices", str(devices)).check()
+        return ended(out)
+
+    return run
 
 
 MOMENTS = {
@@ -89,9 +93,16 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "students, in mid-epoch"))
+# On one process: tests/harness/test_growth.py has the others, of a run that grows.
+ON_ONE_PROCESS = [*[*MOMENTS][4:7], "in the middle of the results"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "moment"),
+    mostly_slow([*product([2], MOMENTS), *product([1], ON_ONE_PROCESS)], (2, "students, in mid-epoch")),
+)
 def test_killed_at_any_moment_it_ends_the_same(
-    moment: str, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
+    moment: str, devices: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     flags = ["--trainer.devices", str(devices)]
@@ -100,7 +111,7 @@ def test_killed_at_any_moment_it_ends_the_same(
     start(out, *flags, before=kill_at(*MOMENTS[moment], since=since)).check(-signal.SIGKILL)
     assert not of_students or (out / "seed3" / "students.ckpt").exists()
     start(out, *flags, "--resume", "true").check()
-    assert_same_end(out, undisturbed)
+    assert_same_end(out, undisturbed(devices))
     assert [path.name for path in out.rglob("*.ckpt")] == ["students.ckpt"]
     assert not list(out.rglob("*.tmp"))
 
@@ -156,8 +167,9 @@ def test_exact_runs_go_on_with_the_same_bits_on_other_numbers_of_processes(tmp_p
     mostly_slow(product((signal.SIGINT, signal.SIGTERM), (False, True)), (signal.SIGINT, True)),
     ids=["SIGINT-kill", "SIGINT-terminal", "SIGTERM-kill", "SIGTERM-terminal"],
 )
+@pytest.mark.parametrize("devices", mostly_slow([1, 2], 2))
 def test_a_signal_saves_first_and_says_how_to_go_on(
-    signum: int, whole_group: bool, devices: int, undisturbed: tuple[dict[str, torch.Tensor], Any], tmp_path: Path
+    signum: int, whole_group: bool, devices: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     seen: list[int] = []
@@ -181,7 +193,7 @@ def test_a_signal_saves_first_and_says_how_to_go_on(
     state = safepoints.read(out / "seed3" / "teacher.ckpt")
     assert state["global_step"] == 4  # nothing is repeated
     start(out, *flags, "--resume", "true").check()
-    assert_same_end(out, undisturbed)
+    assert_same_end(out, undisturbed(devices))
 
 
 def test_nothing_finished_is_done_again_and_a_second_run_is_refused(tmp_path: Path) -> None:
