@@ -84,6 +84,7 @@ class Options(cli.RunOptions):
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
+        loss_chunk: of texts, tokens whose logits training holds at once; 0: all; default: 128 if V is 4,096 or more.
     """
 
     recipe: Recipe | None = None
@@ -110,6 +111,7 @@ class Options(cli.RunOptions):
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
+    loss_chunk: int | None = None
     common: ClassVar[Collection[str]] = (
         "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
         "variants", "only", "zoo", "tune", "metric", "best_epoch", "optimizer", "optimizer.lr", "scheduler",
@@ -136,6 +138,8 @@ class Options(cli.RunOptions):
         if self.teacher_continue and not (whole and self.teacher_epochs):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, and all weights in the file"
             raise BadInput("teacher_continue", "true", expected)
+        if self.loss_chunk is not None and self.loss_chunk < 0:
+            raise BadInput("loss_chunk", self.loss_chunk, "a number of tokens, or 0 for all of a batch at once")
         if self.teacher_cache_mb < 0:
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
@@ -246,6 +250,7 @@ class KD(BakeOff):
         return Distillation(
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
+            loss_chunk=config.loss_chunk,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
             optimizer_options=optimizers, ema=config.ema, end_tokens=data.end_tokens,
         )  # fmt: skip

@@ -26,9 +26,10 @@ from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
-from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, zero_of
-from lit_modules.tasks import LABELLED, Classification, Task
+from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
+from lit_modules.tasks import LABELLED, Classification, Task, Tokens
 from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
+from lit_modules.token_losses import InChunks
 
 
 class Distillation(OnPolicyLearner):
@@ -58,6 +59,8 @@ class Distillation(OnPolicyLearner):
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
+        loss_chunk: of texts, for how many tokens logits are held at once in training; 0: for all of a batch; default:
+            128 if there are 4,096 tokens or more in the vocabulary.
         end_tokens: of texts, tokens that end a response which a student writes.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
 
@@ -89,6 +92,7 @@ class Distillation(OnPolicyLearner):
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
+        loss_chunk: int | None = None,
         end_tokens: Sequence[int] = (),
     ) -> None:
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
@@ -106,6 +110,7 @@ class Distillation(OnPolicyLearner):
         check_parameters(self.teacher, self.students)
         self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
         self._storing, self._comparing = False, False
+        self._chunks = InChunks(loss_chunk, num_classes if isinstance(self.task, Tokens) else 0)
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
@@ -116,13 +121,8 @@ class Distillation(OnPolicyLearner):
         self.average_runs(ema)
         self.train()
         self.to(memory_format=torch.channels_last)
-        # What objectives keep is the same on every rank; DDP would send it before each forward.
-        self._ddp_params_and_buffers_to_ignore = [
-            f"{path}.{key}"
-            for path, module in self.named_modules()
-            if isinstance(module, Objective)
-            for key, _ in module.named_buffers(recurse=False)
-        ] + [f"averages.{key}" for key in self.averages.state_dict()]
+        averages = [f"averages.{key}" for key in self.averages.state_dict()]
+        self._ddp_params_and_buffers_to_ignore = [*list_kept(self), *averages]
         leave_out_of_state(self)
 
     def on_fit_start(self) -> None:
@@ -151,6 +151,7 @@ class Distillation(OnPolicyLearner):
             outputs = teacher and teacher.match_dtype(student.net)
             student.build(example, outputs, self.seed, flag, self._samples, self._labelled, peers)
             self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
+        self._chunks.choose(self.teacher, self.students, example)
 
     @property
     def _objectives(self) -> dict[str, Objective]:
@@ -189,7 +190,9 @@ class Distillation(OnPolicyLearner):
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
         with torch.no_grad():
-            return condense_teacher(run(self.teacher, inputs, self._teacher_layers), self._objectives)
+            chunks = self._chunks if self.training and not self._storing else InChunks(0, 0)
+            outputs, hidden = chunks.run_teacher(self.teacher, inputs, self._teacher_layers)
+            return condense_teacher(outputs, self._objectives).with_features(hidden)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -282,11 +285,7 @@ class Distillation(OnPolicyLearner):
     def check_packed(self) -> None:
         """Raise BadInput if an objective compares rows, which hold several texts each, and not their tokens."""
         for name, student in self.students.items():
-            if share := student.objective.on_policy:
-                raise BadInput(f"variants.{name}.on_policy", share, "0, or --data.pack false: a row has one prompt")
-            if student.of_rows or student.objective.relates_rows:
-                expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
-                raise BadInput(f"variants.{name}", type(student.objective).__name__, expected)
+            student.check_packed(name)
 
     @staticmethod
     def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
@@ -305,18 +304,14 @@ class Distillation(OnPolicyLearner):
             teacher = self.cache.outputs.map(lambda x: x[batch.index])
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
-        if batch.starts is not None:
-            self.check_packed()
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss, place = zero_of((self.students[name] for name in self.inactive), self.device), self._place(batch)
-        for name, student in self.students.items():
-            if name in self.inactive or name not in students:
-                continue
-            rows = student.rows(name, teacher, students, batch)
-            total, values = student.losses(rows, place, batch.label_weight, batch.class_weights)
-            loss = loss + self.loss_scales.scaled(name, batch.mean(total))
+        loss = zero_of((self.students[name] for name in self.inactive), self.device)
+        active = {name: self.students[name] for name in self.active_runs if name in students}
+        losses = self._chunks.losses(active, students, (teacher, self.teacher), batch, self._place(batch))
+        for name, (part, total, values) in losses.items():
+            loss = loss + self.loss_scales.scaled(name, part)
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
@@ -355,9 +350,9 @@ class Distillation(OnPolicyLearner):
             student.zero_grad()
             loss = torch.zeros((), device=self.device)
             for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
-                rows = student.rows(run, teacher, {run: student(part.inputs), **peers}, part)
-                total, _ = student.losses(rows, self._place(part), part.label_weight, part.class_weights)
-                loss = loss + part.mean(total)
+                outputs, place = {run: student(part.inputs), **peers}, self._place(part)
+                losses = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), part, place)
+                loss = loss + losses[run].part
             return loss
 
         return step

@@ -13,6 +13,7 @@ from apprentice.batch import Batch, Mixed, label_mask
 from apprentice.errors import BadInput, naming, reason
 from apprentice.relations import relate
 from lit_modules.nets import Outputs, globalise, layer, run
+from lit_modules.nets.token_head import TokenHead, is_whole, run_before_head
 from lit_modules.objective_checks import check_finite, check_gradient, check_labels, check_rows
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import (
@@ -40,11 +41,20 @@ class Rows(NamedTuple):
     mixed: tuple[Mixed, ...]  # the second labels of mixed samples; () if they are not mixed
 
 
+class Losses(NamedTuple):
+    """What a step needs of a student's loss."""
+
+    part: Tensor  # this rank's part of the global mean, with its gradient
+    total: Tensor  # (b,)
+    values: dict[str, Tensor]  # of each term (b,), and as `CE` cross-entropies, one a label
+
+
 class Student(nn.Module):
     """A net and its objective; the objective's parameters train with the net and are not exported.
 
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
+        token_head: of a language model whose losses are computed in chunks, the head that is left out in training.
         of_rows: the terms with one value for a whole row of tokens; known after `build`.
     """
 
@@ -52,6 +62,7 @@ class Student(nn.Module):
         super().__init__()
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
+        self.token_head: TokenHead | None = None
         self.of_rows: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
@@ -60,6 +71,8 @@ class Student(nn.Module):
 
     def raw(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features of the layers that the objective reads."""
+        if self.training and self.token_head is not None and is_whole(self.net, self.token_head):
+            return run_before_head(self.net, self.token_head, inputs)
         return run(self.net, inputs, set(self.objective.student_layers.values()))
 
     def rows(self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch) -> Rows:
@@ -72,6 +85,24 @@ class Student(nn.Module):
             sources[peer] = students[peer].widen().map(Tensor.detach)
         mixed = (batch.mixed,) if isinstance(batch.mixed, Mixed) else ()
         return Rows(students[name].widen(), sources, batch.labels, batch.index, mixed)
+
+    def step_losses(
+        self, name: str, teacher: Outputs | None, students: Mapping[str, Outputs], batch: Batch, place: Place
+    ) -> Losses:
+        """The losses of this student from the outputs of all for a rank's rows."""
+        if batch.starts is not None:
+            self.check_packed(name)
+        rows = self.rows(name, teacher, students, batch)
+        total, values = self.losses(rows, place, batch.label_weight, batch.class_weights)
+        return Losses(batch.mean(total), total, values)
+
+    def check_packed(self, name: str) -> None:
+        """Raise BadInput if the objective compares rows, which hold several texts each, and not their tokens."""
+        if share := self.objective.on_policy:
+            raise BadInput(f"variants.{name}.on_policy", share, "0, or --data.pack false: a row has one prompt")
+        if self.of_rows or self.objective.relates_rows:
+            expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
+            raise BadInput(f"variants.{name}", type(self.objective).__name__, expected)
 
     def losses(
         self, rows: Rows, place: Place, label_weight: float | Tensor | None, class_weights: Tensor | None = None
@@ -216,3 +247,9 @@ def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:
         if unknown := [peer for peer in objective.peers if peer not in peers]:
             listed = ", ".join(peers) or "there are none"
             raise BadInput(f"{flag}.peers", unknown[0], f"students trained beside it: {listed}")
+
+
+def list_kept(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of objectives, which are the same on every rank: DDP need not send them."""
+    objectives = ((path, part) for path, part in module.named_modules() if isinstance(part, Objective))
+    return [f"{path}.{key}" for path, part in objectives for key, _ in part.named_buffers(recurse=False)]

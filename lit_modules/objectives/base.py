@@ -109,6 +109,8 @@ class Objective(Recorded, nn.Module, ABC):
             the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` should
             make them small, as they are sent. An objective that does not declare it is refused.
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
+        by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
+            language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
         peers: names of students whose outputs it reads from `place.peers`.
         on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
@@ -123,6 +125,7 @@ class Objective(Recorded, nn.Module, ABC):
     needs: str = ""
     relates_rows: bool = False
     fewest_related: int = 1
+    by_token: bool = False
     needs_labels: bool = False
     peers: Sequence[str] = ()
     on_policy: float = 0.0

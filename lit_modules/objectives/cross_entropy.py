@@ -16,6 +16,7 @@ class CrossEntropy(Objective):
 
     search = space(label_smoothing=Linear(0, 0.3))
     uses_teacher = False
+    by_token = True
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()

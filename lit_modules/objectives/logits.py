@@ -21,6 +21,8 @@ class LogitObjective(Objective):
             weight of 9, 0.1 for the cross-entropy. Not for two classes, whose standardised logits differ in sign only.
     """
 
+    by_token = True
+
     def __init__(self, temperature: float = 1.0, standardize: bool = False) -> None:
         super().__init__()
         self.temperature, self.standardize = check_temperature(temperature), standardize

@@ -34,6 +34,7 @@ class Sum(Objective):
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self._name_layers()
         self.relates_rows = any(o.relates_rows for o in objectives)
+        self.by_token = all(o.by_token for o in objectives)
         self.needs_labels = any(o.needs_labels for o in objectives)
         self.peers = [peer for o in objectives for peer in o.peers]
         self.needs = "; ".join(o.needs for o in objectives if o.needs)

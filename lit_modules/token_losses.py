@@ -1,0 +1,270 @@
+"""Losses of language models in chunks of tokens: the logits of all tokens are never held at once.
+
+For each chunk of the tokens that count, the heads of teacher and students give logits, objectives their terms, and the
+gradients of logits go into those of the head's inputs and weights at once: the forward makes the gradients, nothing is
+computed twice, and of float32 numbers (tokens, V) there are those of a chunk alone.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.batch import Batch, label_mask
+from apprentice.errors import BadInput
+from lit_modules.nets.base import Outputs
+from lit_modules.nets.ensemble import Ensemble
+from lit_modules.nets.layers import run
+from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, is_whole, logits_of, run_before_head
+from lit_modules.objectives import Objective, Place
+from lit_modules.objectives.base import Term, average_labelled, cross_entropy, weigh_classes
+from lit_modules.student import CE, Losses, Student
+
+CHUNK = 128  # tokens whose logits are held at once
+BLOCK = 16  # of these, tokens whose terms are computed at once on a CPU: what lies between fits in its cache
+LARGE = 4096  # tokens of a vocabulary from which on losses are computed in chunks
+
+
+class _Tokens(NamedTuple):
+    """The n tokens of a batch (b, T) that count."""
+
+    places: Tensor  # (n,) int64, their places among b * T
+    labels: Tensor  # (n,)
+    weights: Tensor  # (n,), the share of each one's loss in this rank's part of the global mean
+    rows: Tensor  # (n,) int64, the row of each in the batch
+
+
+class InChunks:
+    """Which nets of a distillation give their heads' inputs in training, and losses that are computed from these.
+
+    Attributes:
+        size: tokens whose logits are held at once; 0 for all of a batch.
+
+    Args:
+        size: the same; None for CHUNK if the vocabulary is LARGE, and else 0.
+        vocabulary: number of tokens, V; 0 if labels are no tokens.
+
+    Raises:
+        BadInput: the size is negative.
+    """
+
+    def __init__(self, size: int | None, vocabulary: int) -> None:
+        if size is not None and size < 0:
+            raise BadInput("loss_chunk", size, "a number of tokens, or 0 for all of a batch at once")
+        usual = CHUNK if vocabulary >= LARGE else 0
+        self.size = (usual if size is None else size) if vocabulary else 0
+        self.head: TokenHead | None = None  # the teacher's
+        self.is_logits_read = False  # whether a student reads the teacher's logits of all tokens
+
+    def choose(self, teacher: nn.Module, students: Mapping[str, Student], tokens: Tensor) -> None:
+        """Choose the students, by their objectives and nets alone, given example inputs (b, T)."""
+        if not self.size or isinstance(teacher, Ensemble):  # whose members' logits are compared
+            return
+        peers = {peer for student in students.values() for peer in student.objective.peers}
+        for name, student in students.items():
+            if _goes_by_token(student.objective) and name not in peers:
+                student.token_head = find_token_head(student.net, tokens)
+        whole = [s for s in students.values() if s.token_head is None]
+        self.is_logits_read = any(s.objective.uses_teacher for s in whole)
+        if len(whole) < len(students) and any(s.objective.uses_teacher for s in students.values()):
+            self.head = find_token_head(teacher, tokens)
+
+    def run_teacher(
+        self, teacher: nn.Module, inputs: Tensor, names: Collection[str]
+    ) -> tuple[Outputs, Mapping[str, Tensor]]:
+        """Run the teacher; return its outputs, and HIDDEN where losses in chunks read that."""
+        if self.head is None or not is_whole(teacher, self.head):
+            return run(teacher, inputs, names), {}
+        outputs = run_before_head(teacher, self.head, inputs, names, with_logits=self.is_logits_read)
+        return outputs, {HIDDEN: outputs.features.pop(HIDDEN)}
+
+    def losses(
+        self,
+        students: Mapping[str, Student],
+        outputs: Mapping[str, Outputs],
+        teacher: tuple[Outputs | None, nn.Module],
+        batch: Batch,
+        place: Place,
+    ) -> dict[str, Losses]:
+        """Compute the losses of students, of those whose outputs have HIDDEN in chunks.
+
+        `outputs` are those of students and peers, `teacher` its outputs, and the net.
+        """
+        in_chunks = {name: student for name, student in students.items() if HIDDEN in outputs[name].features}
+        chunked = chunk_losses(in_chunks, outputs, (*teacher, self.head), batch, place, self.size) if in_chunks else {}
+        return {
+            name: chunked.get(name) or student.step_losses(name, teacher[0], outputs, batch, place)
+            for name, student in students.items()
+        }
+
+
+def _goes_by_token(objective: Objective) -> bool:
+    reads = objective.relates_rows or objective.peers or {**objective.student_layers, **objective.teacher_layers}
+    return objective.by_token and not reads and not any(True for _ in (*objective.parameters(), *objective.buffers()))
+
+
+def chunk_losses(
+    students: Mapping[str, Student],
+    outputs: Mapping[str, Outputs],
+    teacher: tuple[Outputs | None, nn.Module, TokenHead | None],
+    batch: Batch,
+    place: Place,
+    size: int,
+) -> dict[str, Losses]:
+    """Compute the losses of students whose outputs have HIDDEN, `size` tokens at a time.
+
+    `teacher` are its outputs, with HIDDEN or else with (b, T, ...) logits, the net, and its head.
+    """
+    names = list(students)
+    tokens = _counted(batch)
+    heads = [head.weights(students[name].net) for name in names if (head := students[name].token_head)]
+    hidden = [outputs[name].features[HIDDEN].flatten(0, 1)[tokens.places] for name in names]
+    terms = _Terms([students[name] for name in names], tokens, place, batch)
+    tensors = [x for h, (weight, bias) in zip(hidden, heads, strict=True) for x in (h, weight, bias)]
+    parts = _Chunks.apply(terms.of_chunk, _TeacherChunks(*teacher, tokens), size, *tensors)
+    return {name: Losses(parts[i], *terms.rows(i)) for i, name in enumerate(names)}
+
+
+def _counted(batch: Batch) -> _Tokens:
+    labels = batch.labels
+    counts = label_mask(labels) if batch.label_weight is not None else torch.ones_like(labels, dtype=torch.bool)
+    places = counts.flatten().nonzero().flatten()
+    with torch.enable_grad():  # a mean is linear: its gradient is each token's weight
+        values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device, requires_grad=True)
+        (weights,) = torch.autograd.grad(batch.mean(average_labelled(values, labels, batch.label_weight)), values)
+    return _Tokens(places, labels.flatten()[places], weights.flatten()[places], places // max(labels.shape[1], 1))
+
+
+class _TeacherChunks:
+    """The teacher's outputs for a chunk of tokens, which all students share."""
+
+    def __init__(self, outputs: Outputs | None, net: nn.Module, head: TokenHead | None, tokens: _Tokens) -> None:
+        self.outputs, self.tokens = outputs, tokens
+        self.head = head.weights(net) if head and outputs is not None and HIDDEN in outputs.features else None
+
+    def of_chunk(self, part: slice) -> Outputs | None:
+        if self.outputs is None:
+            return None
+        places = self.tokens.places[part]
+        if self.head is not None:
+            hidden = self.outputs.features[HIDDEN].flatten(0, 1)[places]
+            return Outputs(logits_of(hidden, *self.head), {})
+        return self.outputs.map(lambda x: x.flatten(0, 1)[places])
+
+
+class _Terms:
+    """The terms of students for chunks of tokens, whose values it keeps."""
+
+    def __init__(self, students: list[Student], tokens: _Tokens, place: Place, batch: Batch) -> None:
+        self.students, self.tokens, self.place, self.batch = students, tokens, place, batch
+        self.values: list[dict[str, Tensor]] = [{} for _ in students]  # (b * T,) of each term
+        self.weights: list[dict[str, float]] = [{} for _ in students]
+
+    def of_chunk(self, i: int, logits: Tensor, teacher: Outputs | None, part: slice) -> Tensor:
+        """Return the chunk's part of a student's loss, with the gradient of its logits (n, V)."""
+        student, labels, rows = self.students[i], self.tokens.labels[part], self.tokens.rows[part]
+        objective: Objective = student.objective
+        index, numbers = self.batch.index[rows], self.batch.rows[rows]
+        objective.place = self.place._replace(index=index, rows=numbers, peers={}, counted=None)
+        source = teacher.match_dtype(student.net) if teacher is not None and objective.uses_teacher else None
+        terms = objective.terms(Outputs(logits, {}), source, labels)
+        loss = logits.new_zeros(len(labels), dtype=torch.float32 if logits.dtype.itemsize < 4 else logits.dtype)
+        ce = None
+        for name, term in terms.items():
+            values = self._weigh(term, labels)
+            self._keep(i, name, values, part)
+            self.weights[i][name] = term.weight
+            ce = term.values.detach() if term.is_ce else ce
+            loss = loss + values * term.weight if term.weight else loss
+        self._keep(i, CE, cross_entropy(logits.detach(), labels) if ce is None else ce, part)
+        return (loss * self.tokens.weights[part].to(loss.dtype)).sum()
+
+    def _weigh(self, term: Term, labels: Tensor) -> Tensor:
+        return weigh_classes(term.values, labels, self.batch.class_weights if term.class_weighted else None)
+
+    def _keep(self, i: int, name: str, values: Tensor, part: slice) -> None:
+        kept = self.values[i]
+        if name not in kept:
+            kept[name] = values.new_zeros(self.batch.labels.numel(), requires_grad=False)
+        kept[name][self.tokens.places[part]] = values.detach()
+
+    def rows(self, i: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a student's loss (b,) and the values of its terms (b,), with cross-entropies (b, T)."""
+        labels, weight = self.batch.labels, self.batch.label_weight
+        by_token = {name: values.view(labels.shape) for name, values in self.values[i].items()}
+        ce = by_token.pop(CE)
+        values = {name: average_labelled(x, labels, weight) for name, x in by_token.items()}
+        total = sum((x * self.weights[i][name] for name, x in values.items()), start=torch.zeros(()))
+        return total, {**values, CE: ce}
+
+
+OfChunk = Callable[[int, Tensor, Outputs | None, slice], Tensor]
+
+
+class _Chunks(torch.autograd.Function):
+    """The losses of students, and gradients of the inputs and weights of their heads, which forward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, of_chunk: OfChunk, teacher: _TeacherChunks, size: int, *tensors: Tensor | None) -> Any:
+        """Return a loss () for each student, of whose head there are inputs (n, H), weight (V, H) and bias (V,)."""
+        needed = ctx.needs_input_grad[3:]
+        gradients = [torch.zeros_like(x) if x is not None and need else None for x, need in zip(tensors, needed)]  # noqa: B905
+        students = range(len(tensors) // 3)
+        first = tensors[0]
+        assert first is not None
+        sums = [torch.zeros((), dtype=torch.float64, device=first.device) for _ in students]
+        for start in range(0, max(len(first), 1), size):  # once at least: terms have names without tokens, too
+            part = slice(start, start + size)
+            taught = teacher.of_chunk(part)
+            for i in students:
+                inputs, weight, bias = tensors[3 * i : 3 * i + 3]
+                assert inputs is not None
+                assert weight is not None
+                logits = logits_of(inputs[part], weight, bias)
+                sums[i] += _replace_by_slopes(logits, partial(of_chunk, i), taught, start)
+                _add_gradients(gradients[3 * i : 3 * i + 3], logits, inputs[part], weight, part)
+        ctx.gradients = gradients
+        return tuple(total.to(torch.float64 if first.dtype == torch.float64 else torch.float32) for total in sums)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        """Multiply the gradients by those of the losses."""
+        gradients, ctx.gradients = ctx.gradients, None
+        for i, x in enumerate(gradients):
+            if x is not None:
+                x.mul_(slopes[i // 3].to(x.dtype))
+        return None, None, None, *gradients
+
+
+def _replace_by_slopes(
+    logits: Tensor, terms: Callable[[Tensor, Outputs | None, slice], Tensor], teacher: Outputs | None, start: int
+) -> Tensor:
+    """Return the loss of a chunk's logits (n, V), from token `start` on; replace them by its gradient."""
+    size = BLOCK if logits.device.type == "cpu" else len(logits)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for first in range(0, max(len(logits), 1), max(size, 1)):
+        block = slice(first, first + size)
+        z = logits[block].detach().requires_grad_()
+        taught = teacher and teacher.map(lambda x, block=block: x[block])  # type: ignore[misc]
+        with torch.enable_grad():
+            loss = terms(z, taught, slice(start + first, start + first + len(z)))
+        total += loss.detach()
+        (slope,) = torch.autograd.grad(loss, z)
+        logits[block] = slope
+    return total
+
+
+def _add_gradients(gradients: list[Tensor | None], slope: Tensor, inputs: Tensor, weight: Tensor, part: slice) -> None:
+    """Add what a chunk's logits, by their gradient (n, V), give to the gradients of inputs, weight and bias."""
+    of_inputs, of_weight, of_bias = gradients
+    with torch.autocast(slope.device.type, enabled=False):
+        if of_inputs is not None:
+            of_inputs[part] = slope @ weight.to(slope.dtype)
+        if of_weight is not None and of_weight.dtype == slope.dtype:
+            of_weight.addmm_(slope.mT, inputs.to(slope.dtype))
+        elif of_weight is not None:
+            of_weight += slope.mT @ inputs.to(slope.dtype)
+        if of_bias is not None:
+            of_bias += slope.sum(0)
