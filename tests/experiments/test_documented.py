@@ -105,7 +105,8 @@ FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
     names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
-    names |= {"runs/t4/seed0/kd": "done/kd/seed0/kd", "first/split.csv": "split.csv"}
+    names |= dict.fromkeys(["runs/t4/seed0/kd", "runs/photos/seed0/kd"], "done/kd/seed0/kd")
+    names |= {"first/split.csv": "split.csv"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]

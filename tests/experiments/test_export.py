@@ -138,7 +138,8 @@ def test_a_card_says_from_what_how_good_and_at_what_cost(tmp_path: Path) -> None
     head = yaml.safe_load(written.split("---\n")[1])
     assert (head["pipeline_tag"], head["metrics"]) == ("image-classification", ["accuracy"])
     (scored,) = head["model-index"][0]["results"]
-    assert scored["metrics"][0]["value"] == known["students"]["kd"]["test_acc"][1]
+    expected = {"type": "accuracy", "name": "test accuracy", "value": known["students"]["kd"]["test_acc"][1]}
+    assert scored["metrics"] == [expected]
     page = (tmp_path / "run" / "results.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| (teacher|ce|kd) ", line)]
     assert len(rows) >= 3

@@ -78,7 +78,8 @@ def _head(place: Place, facts: NetFacts, results: Results | None) -> dict[str, A
         metric, data = results.metric, results.data["name"]
         kind = METRICS.get(metric.name, metric.score)
         head["metrics"] = [kind]
-        scores = {"type": kind, "name": metric.title, "value": score}
+        name = metric.title.partition(",")[0]  # without its unit: the value is a share
+        scores = {"type": kind, "name": name, "value": score}
         task, of = {"type": pipeline}, {"name": data, "type": data.lower()}
         head["model-index"] = [{"name": place.name, "results": [{"task": task, "dataset": of, "metrics": [scores]}]}]
     return head
