@@ -14,12 +14,13 @@ from apprentice.errors import BadInput
 from datamodules import splits
 from datamodules.base import LIMITS, InMemoryData
 from datamodules.chat_templates import ChatTemplate, MarkedTurns, Template
-from datamodules.conversations import LINES, Columns, Conversation, read_conversations, read_json_lines
+from datamodules.conversation_files import Source, open_sources
+from datamodules.conversations import Columns, Conversation, read_conversations
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.text import Subwords, Vocabulary
 from datamodules.text_loaders import LengthOrder, LossPer, TextLoader
-from datamodules.token_files import VERSION, Texts, TokenFile, hash_file, is_writable, write_tokens
+from datamodules.token_files import VERSION, Texts, TokenFile, is_writable, write_tokens
 
 EXAMPLE = 16  # tokens of the inputs with which nets are tried
 FOLDER = ".apprentice"
@@ -38,7 +39,8 @@ class Chat(InMemoryData):
         block_size: tokens of a text at most.
 
     Args:
-        path: a file of JSON lines.
+        path: a file of JSON lines or Parquet, or a data set of Hugging Face, by name or folder, whose split `test` is
+            tested on if there is one; Parquet and data sets need the extra `datasets`.
         prompt: the column of prompts; its values are texts, or lists of messages.
         response: the column of responses, likewise.
         messages: in place of both, the column of lists of messages, each with a `role` and a `content`.
@@ -106,7 +108,7 @@ class Chat(InMemoryData):
         self.sort_lengths, self.packs_texts, self.loss_per = sort_lengths, pack, loss_per
         self.columns = Columns(prompt, response, messages, text)
         self.columns.check()
-        self.path, self.test_path = (None if p is None else Path(p).expanduser() for p in (path, test_path))
+        self.path, self.test_path = (None if p is None else str(p) for p in (path, test_path))
         self.tokenizer, self.block_size = tokenizer, max_length
         self.template = None if template is None else Path(template).expanduser()
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
@@ -118,19 +120,19 @@ class Chat(InMemoryData):
         """Read the data once; says what is left out."""
         if self._splits:
             return
-        paths = [path for path in (self.path, self.test_path) if path is not None]
         if self.path is None:
             raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
-        self.vocabulary = self._vocabulary(paths)
+        sources = open_sources(self.path, self.test_path)
+        self.vocabulary = self._vocabulary(sources)
         template = self.conversation_template()
         self.end_tokens = template.ends()
-        self._files = [self._open(path, template) for path in paths]
-        for path, file in zip(paths, self._files, strict=True):
+        self._files = [self._open(source, template) for source in sources]
+        for source, file in zip(sources, self._files, strict=True):
             if not len(file.index):
                 expected = f"a token of a response in some conversation; {file.describe_left_out()}"
-                raise BadInput("data.path", path, expected)
+                raise BadInput("data.path", source, expected)
             if line := file.describe_left_out():
-                self.say(f"{path.name}: {line}")
+                self.say(f"{source}: {line}")
         self._split()
         test = self._texts("test")
         characters = int(test.file.index[test.places.numpy()]["characters"].astype(np.int64).sum())
@@ -166,17 +168,18 @@ class Chat(InMemoryData):
         parts: dict[str, Any] = {"train": train, "validation": validation, "test": tested}
         self._splits = parts
 
-    def _conversations(self, path: Path) -> Iterator[Conversation]:
-        if path.suffix not in LINES:
-            raise BadInput("data.path", path, f"a file of JSON lines, whose name ends in {', '.join(LINES)}")
-        return read_conversations(read_json_lines(path), self.columns, path)
+    def _conversations(self, source: Source) -> Iterator[Conversation]:
+        return read_conversations(source.rows(), self.columns, source)
 
-    def _vocabulary(self, paths: Iterable[Path]) -> Vocabulary | Subwords:
+    def _vocabulary(self, sources: Iterable[Source]) -> Vocabulary | Subwords:
         if self.tokenizer in {None, "bytes"}:
             return Vocabulary()
         if self.tokenizer == "characters":
-            characters = (MarkedTurns.characters(one) for path in paths for one in self._conversations(path))
-            return Vocabulary("".join(set().union(*characters)))
+            characters = set[str]()
+            for source in sources:
+                for conversation in self._conversations(source):
+                    characters |= MarkedTurns.characters(conversation)
+            return Vocabulary("".join(characters))
         return Subwords(str(self.tokenizer))
 
     def conversation_template(self) -> Template:
@@ -194,19 +197,17 @@ class Chat(InMemoryData):
             raise BadInput("data.template", self.template, expected)
         return MarkedTurns(self.vocabulary)
 
-    def _open(self, path: Path, template: Template) -> TokenFile:
-        """Map the tokens of a file, which an earlier run may have written."""
-        if not path.is_file():
-            raise BadInput("data.path", path, "a file of JSON lines with conversations; it is not there")
-        determines = [VERSION, hash_file(path), tuple(self.columns), self.block_size, template.key()]
+    def _open(self, source: Source, template: Template) -> TokenFile:
+        """Map the tokens of a source, which an earlier run may have written."""
+        determines = [VERSION, source.key(), tuple(self.columns), self.block_size, template.key()]
         name = hashlib.blake2b(repr(determines).encode(errors="surrogatepass"), digest_size=12).hexdigest()
-        folder = self._cache_folder(path) / f"{name}.tokens"
+        folder = self._cache_folder(source) / f"{name}.tokens"
         if not folder.is_dir():
-            write_tokens(folder, self._conversations(path), template, self.block_size, len(self.vocabulary))
+            write_tokens(folder, self._conversations(source), template, self.block_size, len(self.vocabulary))
         return TokenFile.open(folder)
 
-    def _cache_folder(self, path: Path) -> Path:
-        beside = path.absolute().parent / FOLDER
+    def _cache_folder(self, source: Source) -> Path:
+        beside = source.folder / FOLDER
         if self.cache_dir is not None or is_writable(beside):
             return self.cache_dir or beside
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "apprentice"

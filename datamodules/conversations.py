@@ -1,14 +1,12 @@
-"""Conversations in a file of JSON lines: prompts with responses, turns of several roles, or plain texts."""
+"""Conversations made of rows: prompts with responses, turns of several roles, or plain texts."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from apprentice.errors import BadInput
 
 ASSISTANT, USER = "assistant", "user"
-LINES = (".jsonl", ".ndjson", ".json")  # names of files of JSON lines end so
 USUAL = (("messages",), ("prompt", "response"), ("text",))  # columns that are taken where none is named
 OPTIONS = ("prompt", "response", "messages", "text")
 
@@ -119,30 +117,3 @@ def _text(value: Any, name: str, option: str) -> str:
     if value is not None and not isinstance(value, str):
         raise BadInput(f"data.{option}", name, f"a text there; it is a {type(value).__name__}")
     return value or ""
-
-
-def read_json_lines(path: Path) -> Iterator[Row]:
-    """Read a file line by line; empty lines are skipped.
-
-    Raises:
-        BadInput: the file can't be read, is not UTF-8, or a line is no JSON object.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"line {number}", _json_object(path, number, line)
-    except OSError as error:
-        raise BadInput("data.path", path, f"a file of JSON lines ({error.strerror})") from error
-
-
-def _json_object(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError:
-        raise BadInput("data.path", path, f"JSON lines in UTF-8; line {number} is not") from None
-    except ValueError as error:
-        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is none: {error}") from None
-    if not isinstance(row, dict):
-        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is a {type(row).__name__}")
-    return row

@@ -149,6 +149,7 @@ def write_tokens(
         try:
             facts = _write(temporary, conversations, template, max_length, np.dtype(kind))
             (temporary / "facts.json").write_text(json.dumps(facts, indent=1))
+            temporary.chmod(0o755)
             with contextlib.suppress(OSError):  # another process was faster
                 temporary.rename(folder)
         finally:
@@ -205,7 +206,7 @@ def hash_file(path: Path) -> str:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which may not be there yet."""
+    """Whether files may be made in a folder, which may not be there yet; an administrator could in any."""
     while not folder.exists():
         folder = folder.parent
-    return os.access(folder, os.W_OK)
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.gguf import model_folder
+from lit_modules.nets.adapters import merge_adapters
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM, import_transformers
 
@@ -22,11 +23,14 @@ IN_BLOCKS = {
 def as_transformers(net: nn.Module) -> Any | None:
     """Return a trained net as a model of transformers with the same logits, in eval mode; None if it is none.
 
+    Adapters are merged into its weights, which changes logits by their rounding.
+
     Raises:
         Missing: transformers is not installed.
     """
     if isinstance(net, HuggingFaceLM):
         model: Any = copy.deepcopy(net.model).eval()
+        merge_adapters(model)
         with import_transformers(net.name, "a causal language model") as transformers, suppress(OSError):
             folder = model_folder(net.name)  # whose settings of generation a smaller model shares, if it has some
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from apprentice.gguf import model_folder
+from lit_modules.nets.adapters import add_adapters
 from lit_modules.nets.attention import mask_texts
 from lit_modules.nets.base import Net, Shape, image_shape
 from lit_modules.nets.classes import classes_of
@@ -97,6 +98,8 @@ class HuggingFaceLM(Net):
             same family, with new weights. `Pruned` keeps the teacher's weights.
         dtype: of its weights. In bfloat16 they take half the memory, for a teacher.
         checkpointing: store only the inputs of its blocks for backward, and compute these again.
+        lora_rank: train only adapters of this rank beside all linear layers of its blocks, of twice that scale (LoRA,
+            Hu et al. 2021, by the package peft); 0 trains all weights.
 
     Raises:
         Missing: transformers is not installed.
@@ -114,7 +117,7 @@ class HuggingFaceLM(Net):
     def __init__(
         self, name: str, vocab_size: int, block_size: int, pretrained: bool = False,
         config: dict[str, Any] | None = None, dtype: Literal["float32", "bfloat16"] = "float32",
-        checkpointing: bool = False,
+        checkpointing: bool = False, lora_rank: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         if config and pretrained:
@@ -136,6 +139,8 @@ class HuggingFaceLM(Net):
             self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
             self._window = getattr(settings, "sliding_window", None) or math.inf
             self.stages = _find_blocks(self.model)
+            if lora_rank:
+                add_adapters(self.model, lora_rank)
             if checkpointing:
                 self.model.gradient_checkpointing_enable()  # type: ignore[operator]
             with torch.no_grad():

@@ -113,6 +113,33 @@ def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         chat(tmp_path)
 
 
+def test_tokens_of_data_that_must_not_change_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    path = write_lines(tmp_path / "data" / "chat.jsonl", rows(9))
+    path.parent.chmod(0o555)
+    data = Chat(path, validation_size=1, test_size=1)
+    assert data.split("train").file.folder.parent == tmp_path / "cache" / "apprentice"
+    path.parent.chmod(0o755)
+    assert [file.name for file in path.parent.iterdir()] == ["chat.jsonl"]
+
+
+@pytest.mark.parametrize("options", [{}, {"sort_lengths": True}, {"pack": True}], ids=str)
+def test_an_epoch_goes_on_where_it_was_cut_off(options: dict[str, Any], tmp_path: Path) -> None:
+    loader = chat(tmp_path, **options).train_dataloader()
+    loader.sampler.set_epoch(2)
+    whole = list(loader)
+    loader.sampler._position = lambda: 3
+    loader.sampler.set_epoch(2)
+    rest = list(loader)
+    assert len(whole) == len(loader) == 7
+    assert len(rest) == 4
+    for batch, other in zip(whole[3:], rest, strict=True):
+        assert batch.step == other.step
+        assert torch.equal(batch.inputs, other.inputs)
+        assert torch.equal(batch.labels, other.labels)
+
+
 FAULTS: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "empty": (b"\n\n", {}, "data.path", "this one is empty"),
     "no JSON": (b'{"prompt": "a", "response": "b"}\nhello\n', {}, "data.path", "line 2 is none"),

@@ -29,7 +29,7 @@ NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback
 # On stderr there is nothing but these.
 SAID = re.compile(
     r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates|weights of classes|label noise)"
-    r"|warning: .* draws noise from torch's generator"
+    r"|warning: .* draws noise from torch's generator|Chat: \S+: .*(left out|end at --data.max_length)"
 )
 MINE = """
 from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher

@@ -83,9 +83,13 @@ def test_a_net_by_itself_is_not_pruned(tmp_path: Path, refusal: Any) -> None:
 
 
 @pytest.mark.extras("transformers", "gguf", "peft")
-@pytest.mark.parametrize("what", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["gpt", "lora", pytest.param("llama", marks=pytest.mark.slow)])
 def test_students_are_folders_that_transformers_loads(what: str, tmp_path: Path) -> None:
-    run = Run({"gpt": _folder_of_gpt, "llama": _folder_of_llama}[what], tmp_path, log=tmp_path / "log")
+    run = Run(
+        {"gpt": _folder_of_gpt, "llama": _folder_of_llama, "lora": _folder_of_lora}[what],
+        tmp_path,
+        log=tmp_path / "log",
+    )
     assert run.wait() == 0, run.output
 
 
@@ -137,3 +141,31 @@ def _folder_of_llama(folder: Path) -> None:
     assert (config.eos_token_id, config.temperature) == ([2, 0], 0.5)
     for name in ("seed0/teacher", "seed0/kd", "seed0/kd/hf", "../lm"):
         gpt.main(["--sample", "the quick", "--run", str(folder / "run" / name), "--samples", "2"])
+
+
+def _folder_of_lora(folder: Path) -> None:
+    import peft
+    import transformers
+
+    warnings.simplefilter("ignore")
+    base = save_llama(folder / "lm")
+    name = ["--teacher.name", str(folder / "lm"), "--teacher.pretrained", "true"]
+    flags = _flags(folder, teacher=["--teacher", "HuggingFaceLM", *name])
+    start = flags.index("--student")
+    student = ["--student", "HuggingFaceLM", *(flag.replace("teacher", "student") for flag in name)]
+    flags = [*flags[:start], *student, "--student.lora_rank", "2", *flags[start + 4 :], "--optimizer.lr", "0.1"]
+    kd.main([*flags, "--exact", "2", "--out", str(folder / "run")])
+    _same_logits(folder / "run" / "seed0" / "ce")
+    net, tokens = load_net(folder / "run" / "seed0" / "ce"), torch.arange(3, 11)[None]
+    trained = {key for key, p in net.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in key for key in trained)
+    before = base.state_dict()
+    for key, value in net.model.state_dict().items():
+        if "lora_" not in key:
+            assert torch.equal(value, before[key.replace(".base_layer", "")]), key
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "lm").eval()
+    assert not torch.allclose(plain(tokens).logits[..., :290], net(tokens)[..., :290], atol=1e-3)
+    theirs = peft.PeftModel.from_pretrained(plain, folder / "run" / "seed0" / "ce" / "adapter").eval()
+    count = net(tokens).shape[-1]
+    torch.testing.assert_close(theirs(input_ids=tokens).logits[..., :count], net(tokens), rtol=0, atol=1e-5)

@@ -12,17 +12,23 @@ from datamodules import Vocabulary
 from datamodules.as_tokenizers import as_tokenizer
 from datamodules.chat_templates import MarkedTurns
 from datamodules.conversations import Conversation
-from lit_modules.nets import GPT, LightNN
+from lit_modules.nets import GPT, HuggingFaceLM, LightNN, pipeline_stages
 from lit_modules.nets.as_transformers import as_transformers
+from tests.commands import bad_input
+from tests.language_parts import save_llama
 from tests.processes import Run
 
 pytestmark = pytest.mark.extras("transformers")
 TEXT = "the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
 
 
-@pytest.mark.parametrize("what", ["models", "tokenizers"])
+@pytest.mark.parametrize("what", ["models", "tokenizers", "checkpointing"])
 def test_as_transformers(what: str, tmp_path: Path) -> None:
-    run = Run({"models": _models, "tokenizers": _tokenizers}[what], tmp_path, log=tmp_path / "log")
+    run = Run(
+        {"models": _models, "tokenizers": _tokenizers, "checkpointing": _checkpointing}[what],
+        tmp_path,
+        log=tmp_path / "log",
+    )
     assert run.wait() == 0, run.output
 
 
@@ -66,3 +72,22 @@ def _tokenizers(folder: Path) -> None:
         prompt = theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
         assert prompt == encoded[: len(prompt)]
         assert encoded[-1] == theirs.eos_token_id
+
+
+def _checkpointing(folder: Path) -> None:
+    """Blocks that are computed again give the same gradients; bfloat16 rounds; a pipeline refuses these models."""
+    warnings.simplefilter("ignore")
+    save_llama(folder)
+    tokens, gradients = torch.arange(3, 19).view(2, 8), []
+    for checkpointing in (False, True):
+        net = HuggingFaceLM(str(folder), 290, 8, pretrained=True, checkpointing=checkpointing)
+        net.train()(tokens).square().mean().backward()
+        gradients.append({key: p.grad for key, p in net.named_parameters()})
+    assert all(torch.equal(value, gradients[1][key]) for key, value in gradients[0].items())
+    half = HuggingFaceLM(str(folder), 290, 8, pretrained=True, dtype="bfloat16").eval()
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(half(tokens).float(), net.eval()(tokens), rtol=0, atol=2e-2)
+    assert bad_input(pipeline_stages, net) == (
+        "net HuggingFaceLM: expected a net that can be cut: with pipeline_stages(), or an nn.Sequential"
+    )
+    assert bad_input(HuggingFaceLM, str(folder), 290, 8, lora_rank=-1).startswith("lora_rank -1: expected 0, or")

@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from harness.runs.nets import load_net, read_facts
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.studies.deploy.card import language_card
+from lit_modules.nets import HuggingFaceLM
+from lit_modules.nets.adapters import adapter_config, adapter_state
 from lit_modules.nets.as_transformers import as_transformers
 
-FOLDER, CARD, VOCABULARY = "hf", "README.md", "vocabulary.json"
+FOLDER, ADAPTER, CARD, VOCABULARY = "hf", "adapter", "README.md", "vocabulary.json"
 
 
 def write_language_models(run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
@@ -56,12 +59,27 @@ def _write(folder: Path, tokenizer: Any) -> bool:
         if getattr(model.generation_config, name) is None and (token := getattr(tokenizer, name)) is not None:
             setattr(model.generation_config, name, token)
     out = folder / FOLDER
-    out.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as temporary:
+    with _recorded(out) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        for path in sorted(Path(temporary).iterdir()):
-            with atomic(out / path.name) as target:  # and recorded as the run's
-                shutil.move(path, target)
+    if isinstance(net, HuggingFaceLM) and (rank := net.init_args["lora_rank"]):
+        with _recorded(folder / ADAPTER) as temporary:
+            config = adapter_config(rank)
+            config.base_model_name_or_path = net.name
+            config.save_pretrained(temporary)
+            from safetensors.torch import save_file
+
+            save_file(adapter_state(net.model), temporary / "adapter_model.safetensors")
     write_text(out / CARD, language_card(folder, facts, sum(p.numel() for p in net.parameters())))
     return True
+
+
+@contextmanager
+def _recorded(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files are moved to `out`, and recorded as the run's."""
+    out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as temporary:
+        yield Path(temporary)
+        for path in sorted(Path(temporary).iterdir()):
+            with atomic(out / path.name) as target:
+                shutil.move(path, target)

@@ -1,0 +1,149 @@
+"""Where conversations come from: files of JSON lines or Parquet, and data sets of Hugging Face."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apprentice.errors import BadInput, reason
+from apprentice.extras import need
+from datamodules.conversations import Row
+from datamodules.token_files import hash_file
+
+LINES, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+ROWS_AT_ONCE = 1024  # of a Parquet file
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of JSON lines or Parquet, read row by row."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.absolute().parent
+
+    def key(self) -> str:
+        """Return what determines the rows."""
+        return hash_file(self.path)
+
+    def rows(self) -> Iterator[Row]:
+        """Read the rows; BadInput if the file can't be read, or names the line that is no JSON object in UTF-8."""
+        try:
+            yield from (_parquet_rows if self.path.suffix == PARQUET else _json_rows)(self.path)
+        except OSError as error:
+            raise BadInput("data.path", self.path, f"a file that can be read ({reason(error)})") from None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a data set of Hugging Face, mapped by the package `datasets`."""
+
+    data: Any  # datasets.Dataset
+    path: str
+    split: str
+
+    @property
+    def folder(self) -> Path:
+        import datasets
+
+        return Path(self.path).absolute() if Path(self.path).is_dir() else Path(datasets.config.HF_DATASETS_CACHE)
+
+    def key(self) -> str:
+        return str(self.data._fingerprint)
+
+    def rows(self) -> Iterator[Row]:
+        for number, row in enumerate(self.data, 1):
+            yield f"{self.split} row {number}", row
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.split})"
+
+
+Source = File | HubSplit
+
+
+def open_sources(path: str, test_path: str | None) -> list[Source]:
+    """Return the sources of conversations to train on and, if there are such, to test on.
+
+    A path is a file by its ending, or else a data set of Hugging Face by folder or name, whose splits are `train` and
+    perhaps `test`.
+
+    Raises:
+        Missing: Parquet and data sets need the extra `datasets`.
+        BadInput: there is no such file or data set, or no split `train`.
+    """
+    training = _open(path)
+    if test_path is None:
+        return training
+    *_, test = _open(test_path)
+    return [training[0], test]
+
+
+def _open(path: str) -> list[Source]:
+    file = Path(path).expanduser()
+    if file.suffix in {*LINES, PARQUET}:
+        if not file.is_file():
+            raise BadInput("data.path", path, "a file with conversations; it is not there")
+        if file.suffix == PARQUET:
+            need("datasets", "pyarrow.parquet")
+        return [File(file)]
+    if file.is_file():
+        expected = f"a file of JSON lines or Parquet, whose name ends in {', '.join((*LINES, PARQUET))}"
+        raise BadInput("data.path", path, f"{expected}; --data Text reads plain text")
+    return _open_set(str(file) if file.is_dir() else path)
+
+
+def _open_set(path: str) -> list[Source]:
+    need("datasets", "datasets")
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        saved = (Path(path) / "dataset_dict.json").is_file()
+        splits = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
+    except Exception as error:  # noqa: BLE001 - whatever a data set's own reader does
+        expected = f"a file of JSON lines or Parquet, or a data set of Hugging Face; {reason(error)}"
+        raise BadInput("data.path", path, expected) from None
+    if "train" not in splits:
+        raise BadInput("data.path", path, f"a split train; it has {', '.join(splits)}")
+    return [HubSplit(splits[name], path, name) for name in ("train", "test") if name in splits]
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except pyarrow.ArrowException as error:
+        raise BadInput("data.path", path, f"a file of Parquet; it says: {reason(error)}") from None
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", _json_object(path, number, line)
+
+
+def _json_object(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError:
+        raise BadInput("data.path", path, f"JSON lines in UTF-8; line {number} is not") from None
+    except ValueError as error:
+        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is none: {error}") from None
+    if not isinstance(row, dict):
+        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is a {type(row).__name__}")
+    return row
