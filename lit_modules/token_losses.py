@@ -248,8 +248,10 @@ def _replace_by_slopes(
         block = slice(first, first + size)
         z = logits[block].detach().requires_grad_()
         taught = teacher and teacher.map(lambda x, block=block: x[block])  # type: ignore[misc]
-        with torch.enable_grad():
-            loss = terms(z, taught, slice(start + first, start + first + len(z)))
+        with (
+            torch.enable_grad()
+        ):  # a view, as torch's FlopCounterMode puts hooks on what modules get, but not on leaves
+            loss = terms(z.view_as(z), taught, slice(start + first, start + first + len(z)))
         total += loss.detach()
         (slope,) = torch.autograd.grad(loss, z)
         logits[block] = slope

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
@@ -131,6 +132,19 @@ def test_an_ensemble_and_a_net_that_changes_its_logits_give_them_all() -> None:
     for teacher in (Capped(), Ensemble([gpt(V, T, seed=1), gpt(V, T, seed=2)])):
         one, other = (step(module(n, "kd", "gkd", teacher=teacher), *texts()) for n in (3, 0))
         assert_same(one[2], other[2], atol=1e-12)
+
+
+def test_the_cost_of_a_step_can_be_counted() -> None:
+    """FlopCounterMode puts hooks on what modules are called with."""
+    batch, counted = Batch.of(texts(ignored=False), 0), []
+    for size in (3, 0):
+        made = module(size, "gkd")
+        step_of_one = made.step_alone("gkd", batch)
+        with FlopCounterMode(display=False) as counter:
+            step_of_one().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] > 0
+    assert 0.5 < counted[0] / counted[1] < 2
 
 
 def test_a_size_below_zero_is_refused() -> None:
