@@ -204,6 +204,11 @@ class InMemoryData(LightningDataModule):
         return True
 
     @property
+    def train_texts_repeat(self) -> bool:
+        """Whether a training text is the same in each epoch, so that what a teacher says of its tokens can be kept."""
+        return self.train_inputs_repeat
+
+    @property
     def wants_partners(self) -> bool:
         """Whether training batches bring the samples that theirs are to be mixed with."""
         return False

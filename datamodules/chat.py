@@ -69,6 +69,7 @@ class Chat(InMemoryData):
     task = "tokens"
     given_to_nets = ("vocab_size", "block_size")
     train_inputs_repeat = False  # rows of two batches have other lengths, and the logits of all would fill the memory
+    train_texts_repeat = True
     training_options = InMemoryData.training_options | {"sort_lengths", "pack", "loss_per"}
     free_options = InMemoryData.free_options | {"cache_dir"}
 

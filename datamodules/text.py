@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -161,6 +161,8 @@ class Text(InMemoryData):
             teacher that is a HuggingFaceLM brings its own.
         validation_size: of the first nine tenths, how much of their end to validate on: a count of characters (of
             `bytes`, where these are the tokens), or a fraction; 0 for none, as in nanoGPT.
+        same_blocks: train on the same blocks in each epoch, not on those of another offset: a teacher's outputs for
+            them can be stored.
 
     Raises:
         BadInput: a value can't be used; when read, the file is absent, empty, not UTF-8 (for characters), too short for
@@ -169,7 +171,6 @@ class Text(InMemoryData):
 
     task = "tokens"
     given_to_nets = ("vocab_size", "block_size")
-    train_inputs_repeat = False  # each epoch has its own blocks
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class Text(InMemoryData):
         batch_size: int = 12,
         tokenizer: str | None = None,
         validation_size: int | float = 0.1,  # noqa: PYI041 - the command line must distinguish a count from a fraction
+        same_blocks: bool = False,
     ) -> None:
         super().__init__(batch_size, validation_size=validation_size)
         if not isinstance(block_size, int) or block_size < 1:
@@ -189,8 +191,13 @@ class Text(InMemoryData):
             raise BadInput("data.vocabulary", vocabulary, f"it left out beside --data.tokenizer {tokenizer}")
         self.path = None if path is None else Path(path).expanduser()
         self.block_size, self.input_shape, self.label_shape = block_size, (block_size,), (block_size,)
+        self.same_blocks = same_blocks
         self.unit, self.tokenizer, self.tokens_per_character = vocabulary, tokenizer, 1.0
         self.vocabulary: Vocabulary | Subwords
+
+    @property
+    def train_inputs_repeat(self) -> bool:
+        return self.same_blocks
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -206,8 +213,9 @@ class Text(InMemoryData):
         if self.validation_size and not (len(validation) > self.block_size and len(training) >= 2 * self.block_size):
             expected = f"0, or more than a block of {self.block_size} tokens, with two blocks left to train on"
             raise BadInput("data.validation_size", self.validation_size, expected)
+        cut = whole_blocks if self.same_blocks else Windows
         self._splits = {
-            "train": Windows(training, self.block_size),
+            "train": cut(training, self.block_size),
             "validation": consecutive_blocks(validation, self.block_size),
             "test": consecutive_blocks(test, self.block_size),
         }
@@ -269,10 +277,14 @@ class Text(InMemoryData):
             raise BadInput("data.tokenizer", self.tokenizer, expected)
 
     @property
+    def places(self) -> int:
+        return len(self.split("train").labels) if self.same_blocks else super().places
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Counts of tokens: in the training text, and predicted in the held-out parts."""
         predicted = {part: int((self.split(part).labels != IGNORED).sum()) for part in ("validation", "test")}
-        return {"train": len(cast("Windows", self.split("train")).text), **predicted}
+        return {"train": len(self._tokens["train"]), **predicted}
 
     def used(self, trainer: Trainer) -> dict[str, int]:
         blocks, tokens = super().used(trainer), self.sizes
@@ -290,7 +302,15 @@ class Text(InMemoryData):
     vocab_size = num_classes  # the name that language models use
 
     def _order(self, size: int) -> EpochOrder:
+        if self.same_blocks:
+            return super()._order(size)
         return BlockOrder(size + self.block_size, self.block_size, self.order_seed, self._position)
+
+
+def whole_blocks(tokens: Tensor, length: int) -> Split:
+    """Blocks (k, T) and labels (k, T) int64, one after the other; tokens at the end that fill no block are left out."""
+    inputs, labels = Windows(tokens, length).take(torch.arange(0, len(tokens) - length, length))
+    return Split(inputs.to(tokens.dtype), labels)
 
 
 def consecutive_blocks(tokens: Tensor, length: int) -> Split:

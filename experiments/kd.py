@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lightning.pytorch import LightningDataModule
 from torch import nn
@@ -49,6 +49,7 @@ from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.stored_teacher import Stored
 
 
 @dataclass
@@ -84,6 +85,10 @@ class Options(cli.RunOptions):
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
+        teacher_top_k: of texts, keep in --teacher_cache_dir the teacher's probabilities of so many tokens in each place
+            that is learned, or of all; later runs read them, and do not load the teacher.
+        teacher_tail: what stands for other tokens: their mass as one bucket, which is the default; nothing, as the
+            tokens are a sample of the distribution; or nothing, as those kept are renormalised.
         loss_chunk: of texts, tokens whose logits training holds at once; 0: all; default: 128 if V is 4,096 or more.
     """
 
@@ -111,6 +116,8 @@ class Options(cli.RunOptions):
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
+    teacher_top_k: int | Literal["all"] | None = None
+    teacher_tail: Literal["bucket", "sample", "renormalize"] | None = None
     loss_chunk: int | None = None
     common: ClassVar[Collection[str]] = (
         "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
@@ -144,6 +151,18 @@ class Options(cli.RunOptions):
             raise BadInput("teacher_cache_mb", self.teacher_cache_mb, "a number of megabytes, 0 or more")
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
+        self._check_stored()
+
+    def _check_stored(self) -> None:
+        if self.teacher_top_k is None:
+            if self.teacher_tail is not None:
+                raise BadInput("teacher_tail", self.teacher_tail, "--teacher_top_k N beside it")
+            return
+        Stored(self.teacher_top_k)
+        if self.teacher_tail is not None and self.teacher_top_k == "all":
+            raise BadInput("teacher_tail", self.teacher_tail, "it left out: with --teacher_top_k all there is no tail")
+        if self.teacher_cache_dir is None:
+            raise BadInput("teacher_top_k", self.teacher_top_k, "--teacher_cache_dir DIR beside it, to keep outputs in")
 
     def _check_ends(self) -> None:
         if self.ema is not None and not 0 < self.ema < 1:
@@ -221,7 +240,10 @@ class KD(BakeOff):
     def teacher(self, seed: int, key: str = TEACHER) -> LitClassifier:
         """Build a seed's teacher; options such as `--teacher_ckpt` are those of `--teacher`, not of `--teachers`."""
         session, config = self.session, self.config
-        net, is_first = build_net(session, key, seed), key == TEACHER
+        is_first = key == TEACHER
+        if is_first and (stored := self.stored.net(seed)) is not None:
+            return LitClassifier(stored, session.data.num_classes, **learner_options(config, session.data), seed=seed)
+        net = build_net(session, key, seed)
         if config.teacher_ckpt is not None and is_first:
             load_teacher(session, net, seed)
         head_only = config.teacher_head_only and is_first
@@ -250,6 +272,7 @@ class KD(BakeOff):
         return Distillation(
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
+            stored=self.stored.options(seed),
             loss_chunk=config.loss_chunk,
             input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
             optimizer_options=optimizers, ema=config.ema, end_tokens=data.end_tokens,

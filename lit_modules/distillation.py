@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apprentice import keyed, replicas
+from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
@@ -21,14 +21,16 @@ from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_ru
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
 from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
 from lit_modules.side_by_side import side_by_side
+from lit_modules.stored_teacher import Stored, TextStore
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
 from lit_modules.tasks import LABELLED, Classification, Task, Tokens
-from lit_modules.teacher import TeacherCache, describe_sizes, leave_out_of_state, trained_teacher
+from lit_modules.teacher import leave_out_of_state, make_cache, trained_teacher
 from lit_modules.token_losses import InChunks
 
 
@@ -52,6 +54,8 @@ class Distillation(OnPolicyLearner):
             without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
             depend on its batch, the teacher runs every batch.
         teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
+        stored: of texts, what is kept there of the teacher's distribution for each token that counts; then later runs
+            read it, and the teacher may be a `StoredTeacher`.
         task: what a label is; `Tokens()` if nets give logits (b, T, classes), a distribution for each token; default:
             `Classification`.
         input_dtype: int64 if inputs are tokens.
@@ -85,6 +89,7 @@ class Distillation(OnPolicyLearner):
         seed: int = 0,
         teacher_cache_mb: int = 1024,
         teacher_cache_dir: str | Path | None = None,
+        stored: Stored | None = None,
         task: Task | None = None,
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
@@ -95,12 +100,14 @@ class Distillation(OnPolicyLearner):
         loss_chunk: int | None = None,
         end_tokens: Sequence[int] = (),
     ) -> None:
+        frozen = trained_teacher(teacher, teacher_weights)
+        self.has_teacher = not isinstance(frozen, StoredTeacher)  # of which a test knows nothing
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
-        self.teacher = trained_teacher(teacher, teacher_weights)
+        self.teacher, self._storing, self._comparing = frozen, False, False
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
@@ -108,8 +115,8 @@ class Distillation(OnPolicyLearner):
         by_name = {name: self._student(name, *rebuild(pair, f"students.{name}")) for name, pair in students.items()}
         self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
         check_parameters(self.teacher, self.students)
-        self.cache = TeacherCache(self.teacher, teacher_cache_mb, teacher_cache_dir, self.print)
-        self._storing, self._comparing = False, False
+        kept = teacher_cache_mb, teacher_cache_dir, stored
+        self.cache = make_cache(frozen, self._objectives, num_classes, self.print, *kept)
         self._chunks = InChunks(loss_chunk, num_classes if isinstance(self.task, Tokens) else 0)
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
@@ -139,9 +146,8 @@ class Distillation(OnPolicyLearner):
     def _build(self, example: Tensor) -> None:
         """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
         choose_layers(self.teacher, self.students)
-        teacher = None
-        if self.uses_teacher:
-            teacher = run(self.teacher, example, self._teacher_layers)
+        self.cache.check(self._objectives)
+        teacher = self._run_teacher(example) if self.uses_teacher else None
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
@@ -188,11 +194,18 @@ class Distillation(OnPolicyLearner):
         nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
         return [(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names]
 
-    def _ask_teacher(self, inputs: Tensor) -> Outputs:
+    def _ask_teacher(self, inputs: Tensor, whole: bool = False) -> Outputs:
         with torch.no_grad():
-            chunks = self._chunks if self.training and not self._storing else InChunks(0, 0)
+            if isinstance(self.cache, TextStore):
+                return condense_teacher(self._run_teacher(inputs), self._objectives)
+            chunks = self._chunks if self.training and not (self._storing or whole) else InChunks(0, 0)
             outputs, hidden = chunks.run_teacher(self.teacher, inputs, self._teacher_layers)
             return condense_teacher(outputs, self._objectives).with_features(hidden)
+
+    def _run_teacher(self, inputs: Tensor) -> Outputs:
+        if isinstance(self.teacher, StoredTeacher):  # for checks and costs of shapes alone: training reads the file
+            return Outputs(self.teacher.zeros(inputs), {})
+        return run(self.teacher, inputs, self._teacher_layers)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -236,7 +249,7 @@ class Distillation(OnPolicyLearner):
             return True, ()
         others = [run for run in self.runs if run not in self.writers()]
         uses = any(self.students[run].objective.uses_teacher for run in others if run not in self.inactive)
-        return (uses and self.training and self.cache.outputs is None) or self._comparing, others
+        return (uses and self.training and not self.cache.is_filled) or self._comparing, others
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
@@ -249,8 +262,7 @@ class Distillation(OnPolicyLearner):
         self._epoch = trainer.num_training_batches
         self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         data: Any = getattr(trainer, "datamodule", None)
-        repeats = getattr(data, "train_inputs_repeat", False)
-        if not (repeats and self.uses_teacher and self.cache.max_bytes and self._whole > self._epoch):
+        if not (self.uses_teacher and self.cache.is_wanted(data, self._whole / self._epoch)):
             return
         if self._batch_norms:
             name = next(iter(self._batch_norms)) or type(self.teacher).__name__
@@ -258,15 +270,13 @@ class Distillation(OnPolicyLearner):
             return
         self._storing = True
         with trainer.precision_plugin.forward_context(), torch.no_grad():
-            self.cache.fill(data, lambda x: self(x)[0], use_files=replicas.count() == trainer.world_size)
+            computed = self.cache.fill(data, lambda chunk: self(chunk.inputs)[0], trainer)
         self._storing = False
-        if self.cache.outputs is not None:
-            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, data.sizes["train"]), True
-            if by_readers := describe_sizes(self.cache.outputs, self._objectives):
-                self.print(f"teacher's outputs stored: {by_readers}")
+        if self.cache.is_filled:
+            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, computed), True
 
     def on_train_end(self) -> None:
-        self.cache.outputs = None
+        self.cache.clear()
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
@@ -300,8 +310,8 @@ class Distillation(OnPolicyLearner):
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         teacher, students = outputs
-        if self.cache.outputs is not None and not batch.is_written:
-            teacher = self.cache.outputs.map(lambda x: x[batch.index])
+        if self.cache.is_filled and not batch.is_written:
+            teacher = self.cache.rows(batch)
         if students:
             self.check_labels(next(iter(students.values())).logits, batch)
         parts = self.task.counts(batch)
@@ -342,7 +352,8 @@ class Distillation(OnPolicyLearner):
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
         parts = self.parts_alone(run, batch)
-        taught = [self._ask_teacher(part.inputs) if self.uses_teacher else None for part in parts]
+        uses = self.uses_teacher
+        taught = [self.cache.reduce(self._ask_teacher(part.inputs), part) if uses else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from apprentice import replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.weights import read_saved
-from lit_modules.nets import Outputs, unwrap_logits
+from lit_modules.nets import Ensemble, Outputs, has_no_running_statistics, unwrap_logits
 from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective
 from lit_modules.objectives.base import OWN
+from lit_modules.stored_teacher import Stored, TextStore, form_of
 
 LEAST = 2**20  # bytes that are worth a line
 LOGITS = ""  # their name in a file, which no layer has
 
-Teacher = Callable[[Tensor], Outputs]
+Teacher = Callable[[Batch], Outputs]
 
 
 def trained_teacher(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
@@ -76,30 +79,62 @@ class TeacherCache:
         self, teacher: nn.Module, max_mb: int, folder: str | Path | None, tell: Callable[[str], object]
     ) -> None:
         self.outputs: Outputs | None = None
+        self.objectives: Mapping[str, Objective] = {}
         self.max_bytes, self.tell = max_mb * 2**20, tell
         self.folder = Path(folder).expanduser() if folder else None
         state = sorted(teacher.state_dict().items()) if folder else ()
         self._weights = [_digest(name.encode(), value) for name, value in state]
 
-    def fill(self, data: Any, teacher: Teacher, use_files: bool) -> None:
-        """Compute or read the outputs for a data module's training set; say so if they take too much."""
+    @property
+    def is_filled(self) -> bool:
+        return self.outputs is not None
+
+    def check(self, objectives: Mapping[str, Objective]) -> None:
+        """Keep the objectives, of which it says who reads how much."""
+        self.objectives = objectives
+
+    def is_wanted(self, data: Any, epochs: float) -> bool:
+        """Whether inputs come again, so that outputs are worth storing."""
+        return bool(getattr(data, "train_inputs_repeat", False) and self.max_bytes and epochs > 1)
+
+    def fill(self, data: Any, teacher: Teacher, trainer: Trainer) -> int:
+        """Compute or read the outputs for a data module's training set; say so if they take too much.
+
+        Returns for how many samples they were computed.
+        """
+        use_files = replicas.count() == trainer.world_size
 
         def chunks() -> Iterator[Batch]:
             in_order = data.train_in_order(replicas.rank(), replicas.count())
             return (data.on_after_batch_transfer(chunk, 0) for chunk in in_order)
 
-        samples = data.sizes["train"]
+        samples: int = data.sizes["train"]
         if self.folder is not None and use_files:
             self.outputs = self._read_or_compute(self.folder, chunks, samples, teacher)
         else:
             self.outputs = self._compute(chunks(), samples, teacher)
         if self.outputs is None:
             self.tell(f"teacher's outputs are not stored: they take more than {self.max_bytes / 2**20:g} MiB")
+        elif by_readers := describe_sizes(self.outputs, self.objectives):
+            self.tell(f"teacher's outputs stored: {by_readers}")
+        return samples
+
+    def rows(self, batch: Batch) -> Outputs:
+        """Return the outputs for a batch's rows."""
+        assert self.outputs is not None
+        return self.outputs.map(lambda x: x[batch.index])
+
+    def reduce(self, outputs: Outputs, _batch: Batch) -> Outputs:
+        """Return the teacher's outputs for a batch as `rows` would."""
+        return outputs
+
+    def clear(self) -> None:
+        self.outputs = None
 
     def _compute(self, chunks: Iterable[Batch], samples: int, teacher: Teacher) -> Outputs | None:
         store: Outputs | None = None
         for chunk in chunks:
-            outputs = teacher(chunk.inputs)
+            outputs = teacher(chunk)
             if store is None and (store := self._empty(outputs, samples)) is None:
                 return None
             for whole, x in zip(store.tensors(), outputs.tensors(), strict=True):
@@ -122,7 +157,7 @@ class TeacherCache:
             if len(chunk.index):  # ranks get their chunks in turn, and the last perhaps none
                 inputs += _digest(b"", chunk.index, chunk.inputs)
             if number == 0:
-                few = teacher(chunk.inputs)
+                few = teacher(chunk)
                 first = _digest(repr(list(few.features)).encode(), *few.tensors()) if not replicas.rank() else 0
                 empty = self._empty(few, samples)
         if empty is None:
@@ -205,3 +240,21 @@ def _reads(name: str, objective: Objective, path: str, stored: Outputs) -> bool:
         return path.startswith(f"{name}{OWN}")
     raw = path in objective.teacher_layers.values() and f"{name}{OWN}{path}" not in stored.features
     return raw and objective.uses_teacher
+
+
+def make_cache(
+    teacher: nn.Module, objectives: Mapping[str, Objective], classes: int, tell: Callable[[str], object], max_mb: int,
+    folder: str | Path | None, stored: Stored | None,
+) -> TeacherCache | TextStore:  # fmt: skip
+    """Make it; BadInput for flags that can't be used, or a teacher that can't be stored."""
+    if stored is None:
+        if isinstance(teacher, StoredTeacher):
+            raise BadInput("teacher", type(teacher).__name__, "what was stored of it beside it")
+        return TeacherCache(teacher, max_mb, folder, tell)
+    if folder is None:
+        raise BadInput("teacher_top_k", stored.top_k, "--teacher_cache_dir DIR beside it, where outputs are kept")
+    depends = any(map(has_no_running_statistics, teacher.modules()))
+    if isinstance(teacher, Ensemble) or depends:
+        why = "depend on the batch, by its statistics" if depends else "are the mean of several, which is not stored"
+        raise BadInput("teacher_top_k", stored.top_k, f"a teacher whose outputs can be stored; this one's {why}")
+    return TextStore(teacher, folder, form_of(stored, objectives, classes), classes, stored.source, tell)

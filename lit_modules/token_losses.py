@@ -17,6 +17,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.layers import run
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, is_whole, logits_of, run_before_head
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import Term, average_labelled, cross_entropy, weigh_classes
@@ -68,6 +69,8 @@ class InChunks:
                 student.token_head = find_token_head(student.net, tokens)
         whole = [s for s in students.values() if s.token_head is None]
         self.is_logits_read = any(s.objective.uses_teacher for s in whole)
+        if isinstance(teacher, StoredTeacher):
+            return
         if len(whole) < len(students) and any(s.objective.uses_teacher for s in students.values()):
             self.head = find_token_head(teacher, tokens)
 

@@ -40,11 +40,13 @@ from harness.studies.choices import (
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
 from harness.studies.pruning import Pruning
+from harness.studies.stored import StoredOutputs
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.nets import Ensemble
+from lit_modules.nets.stored import StoredTeacher
 from strategies import PipelineStrategy
 
 
@@ -58,7 +60,7 @@ class BakeOff:
         self.session = session
         self.arms = arms(session.config)
         self.launcher = build_launcher(session)
-        self.pruning = Pruning(session)
+        self.pruning, self.stored = Pruning(session), StoredOutputs(session, self.arms.values())
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -78,7 +80,11 @@ class BakeOff:
         first, folder = plan.arms[0], plan.folder(self.session.out)
         if is_teacher(first.net):
             return self.teacher(plan.seed, first.net)
+        if (stored := self.stored.net(plan.seed)) is not None:
+            return self.students(plan.seed, plan.arms, stored)
         loaded = {key: load_net(folder / row_of(key), "out") for key in first.teachers}
+        if any(isinstance(net, StoredTeacher) for net in loaded.values()):  # its file lacks what new students need
+            loaded = {key: self.teacher(plan.seed, key).net for key in first.teachers}
         teacher = merge_teachers(loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_pruned(self.config, arm.net)):
             self.pruning.choose(net, plan.seed, teacher)
@@ -96,7 +102,8 @@ class BakeOff:
         tell_direction(session)
         check_own_settings(session)
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
-        for key in self.teachers:
+        self.stored.check()
+        for key in self.teachers if self.stored.net(first) is None else []:
             check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_pruned(config, arm.net)):
             check_net(session, net, trainer)
@@ -141,6 +148,8 @@ class BakeOff:
         """Train and test teacher and students for each seed, then print and save the table, and what a search found."""
         seeds, names = self.config.seeds, [*map(row_of, self.teachers), *self.arms]
         with main_first("students"):
+            for seed in seeds:
+                self.stored.take_record(seed)
             plans = {seed: self.plans(seed) for seed in seeds}
         of_run = [plan for of_seed in plans.values() for plan in of_seed]
         log_means(self.session, names)
@@ -148,6 +157,7 @@ class BakeOff:
         records: dict[int, list[FitRecord]] = {}
         for seed in seeds:
             records[seed] = [self.fit(plan, of_run) for plan in plans[seed]]
+            self.stored.keep_record(seed)
             if self.config.save_ckpt and is_main_process():
                 for name in names:
                     save_classifier(self.session, seed, name)

@@ -160,8 +160,9 @@ def check_expects(data: InMemoryData, expects: Mapping[str, Sequence[float]], ke
 def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) -> None:
     """Raise BadInput if the net chosen under a key does not fit seed, data or strategy; `trained` or only evaluated."""
     config, data, strategy = run.config, run.data, trainer.strategy
-    net, again = (make_net(config, key, config.seeds[0], data.net_arguments, run.is_double) for _ in range(2))
-    if trained:
+    net = make_net(config, key, config.seeds[0], data.net_arguments, run.is_double)
+    if trained:  # a teacher that is loaded may fill the memory once
+        again = make_net(config, key, config.seeds[0], data.net_arguments, run.is_double)
         nets.check_same_start(net, again, key)
     if isinstance(net, nets.Net):
         check_expects(data, net.expects, key)

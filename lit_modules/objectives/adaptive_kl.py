@@ -6,6 +6,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class AdaptiveKL(LogitObjective):
@@ -26,6 +27,7 @@ class AdaptiveKL(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    tails = DISJOINT
     search = space(head=Linear(0.1, 0.9), temperature=Log(0.5, 4), akl_weight=Log(0.1, 10))
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -112,6 +112,10 @@ class Objective(Recorded, nn.Module, ABC):
         by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
             language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
+        tails: forms of a teacher that is stored in k tokens (`--teacher_tail`) that it can learn from: `bucket` and
+            `renormalize` if it compares nothing but `log_probabilities`, token by token, which may be those of k
+            tokens and of all others together; `sample` if it is also linear in the teacher's probabilities.
+        temperatures: at which it compares them.
         peers: names of students whose outputs it reads from `place.peers`.
         on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
             writes itself, drawn at the `sampling_temperature`.
@@ -127,6 +131,8 @@ class Objective(Recorded, nn.Module, ABC):
     fewest_related: int = 1
     by_token: bool = False
     needs_labels: bool = False
+    tails: Collection[str] = ()
+    temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
     on_policy: float = 0.0
     max_new_tokens: int = 1
@@ -310,7 +316,7 @@ def mask_tokens(outputs: Outputs, counts: Tensor) -> Outputs:
 
 
 def _mask(x: Tensor, counts: Tensor) -> Tensor:
-    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), 0.0)
+    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), x.new_zeros(()))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -6,6 +6,7 @@ from apprentice.errors import BadInput
 from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.jensen_shannon import generalized_jsd
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class GKD(LogitObjective):
@@ -32,6 +33,7 @@ class GKD(LogitObjective):
         sampling_temperature: divides the logits from which its tokens are drawn; 0 takes the likeliest.
     """
 
+    tails = DISJOINT
     search = space(beta=Linear(0, 1), temperature=Log(0.5, 4), gkd_weight=Log(0.1, 10), ce_weight=Linear(0, 1))
 
     def __init__(

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import TAILS
 
 
 class Hinton(LogitObjective):
@@ -18,6 +19,7 @@ class Hinton(LogitObjective):
             entropy, which moves the value of the loss and no gradient.
     """
 
+    tails = TAILS
     search = space(temperature=Log(1, 16), kd_weight=Log(0.025, 25))
 
     def __init__(

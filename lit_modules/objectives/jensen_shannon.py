@@ -8,6 +8,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class JensenShannon(LogitObjective):
@@ -27,6 +28,7 @@ class JensenShannon(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    tails = DISJOINT
     search = space(beta=Linear(0.1, 0.9), temperature=Log(1, 16), js_weight=Log(0.025, 25))
 
     def __init__(

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.ensemble import MEMBERS, SHARES, average_members
 from lit_modules.objectives.base import Objective, Outputs, check_temperature
+from lit_modules.objectives.top_k import is_top_k, top_k_log_probabilities
 
 EPS = 1e-7
 
@@ -26,6 +27,7 @@ class LogitObjective(Objective):
     def __init__(self, temperature: float = 1.0, standardize: bool = False) -> None:
         super().__init__()
         self.temperature, self.standardize = check_temperature(temperature), standardize
+        self.temperatures = {self.temperature}
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         if self.standardize and (classes := student.logits.shape[-1]) < 3:
@@ -43,7 +45,14 @@ class LogitObjective(Objective):
     def log_probabilities(
         self, student: Outputs, teacher: Outputs | None, temperature: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return log p_s and log p_t (b, ..., classes), the logarithms of the softmax of what `temper` gives."""
+        """Return log p_s and log p_t (b, ..., classes), the logarithms of the softmax of what `temper` gives.
+
+        Of a teacher that is stored in k tokens they are those of `top_k_log_probabilities`: of fewer events.
+        """
+        if teacher is not None and is_top_k(teacher):
+            assert not isinstance(temperature, Tensor)
+            t = self.temperature if temperature is None else temperature
+            return top_k_log_probabilities(student.logits, teacher, t)
         z_s, z_t = self.temper(student, teacher, temperature)
         return F.log_softmax(z_s, -1), F.log_softmax(z_t, -1)
 

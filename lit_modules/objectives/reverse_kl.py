@@ -4,6 +4,7 @@ from torch import Tensor
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class ReverseKL(LogitObjective):
@@ -19,6 +20,7 @@ class ReverseKL(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    tails = DISJOINT
     search = space(temperature=Log(1, 16), reverse_weight=Log(0.025, 25))
 
     def __init__(

@@ -8,6 +8,7 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Choice, Linear, Log, Outputs, Term, ce_term, kl, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class SkewKL(LogitObjective):
@@ -28,6 +29,7 @@ class SkewKL(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    tails = DISJOINT
     search = space(
         alpha=Linear(0, 0.5), reverse=Choice((False, True)), temperature=Log(0.5, 4), skew_weight=Log(0.1, 10)
     )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
 from lit_modules.objectives.base import Objective, Outputs, Term, merge_views, select_view, weight
+from lit_modules.objectives.top_k import TAILS
 
 
 class Sum(Objective):
@@ -36,6 +37,9 @@ class Sum(Objective):
         self.relates_rows = any(o.relates_rows for o in objectives)
         self.by_token = all(o.by_token for o in objectives)
         self.needs_labels = any(o.needs_labels for o in objectives)
+        taught = [o for o in objectives if o.uses_teacher]
+        self.tails = [tail for tail in TAILS if all(tail in o.tails for o in taught)]
+        self.temperatures = {t for o in taught for t in o.temperatures}
         self.peers = [peer for o in objectives for peer in o.peers]
         self.needs = "; ".join(o.needs for o in objectives if o.needs)
 

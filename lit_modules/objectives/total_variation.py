@@ -4,6 +4,7 @@ from torch import Tensor
 
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.top_k import DISJOINT
 
 
 class TotalVariation(LogitObjective):
@@ -21,6 +22,7 @@ class TotalVariation(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    tails = DISJOINT
     search = space(temperature=Log(0.5, 4), tv_weight=Log(0.1, 10))
 
     def __init__(

@@ -138,7 +138,7 @@ def test_the_cost_of_a_step_can_be_counted() -> None:
     """FlopCounterMode puts hooks on what modules are called with."""
     batch, counted = Batch.of(texts(ignored=False), 0), []
     for size in (3, 0):
-        made = module(size, "gkd").train(False)  # as after a fit: the teacher computes its logits beforehand
+        made = module(size, "gkd")
         step_of_one = made.step_alone("gkd", batch)
         counted.append(flops(step_of_one))
     assert counted[0] == counted[1]

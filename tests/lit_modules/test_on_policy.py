@@ -83,9 +83,9 @@ def loss_by_hand(student: nn.Module, teacher: nn.Module, batch: Batch, step: tup
     return torch.stack([x.mean() for x in values]).mean() if by_text else torch.cat(values).mean()
 
 
-@pytest.mark.parametrize("by_text", [False, True])
-def test_the_loss_is_the_formulas(by_text: bool, tmp_path: Path) -> None:
-    students = module({"gkd": gkd(), "ce": CrossEntropy()})
+@pytest.mark.parametrize(("by_text", "chunk"), [(False, 0), (True, 0), (False, 3)])
+def test_the_loss_is_the_formulas(by_text: bool, chunk: int, tmp_path: Path) -> None:
+    students = module({"gkd": gkd(), "ce": CrossEntropy()}, loss_chunk=chunk)
     batch = first_batch(tmp_path)
     if by_text:
         batch = batch._replace(label_weight=weigh_sequences(batch.labels, torch.zeros_like(batch.labels), 6 / 5))

@@ -1,0 +1,111 @@
+"""What a stored teacher costs and loses: size, time, loss and gradient against k, for a teacher of Hugging Face.
+
+    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl --texts 100     # about ten minutes on 2 cores
+
+FOLDER is a Llama-like model of transformers, or a .gguf file. The data have the columns `question` and `answer`. A
+student is the teacher without one of its layers, near to it; another is its first and last quarter, far from it. Each
+row compares the forward KL divergence at temperature 1, and its gradient on the student's logits, with those of the
+teacher's whole distribution, over all response tokens.
+"""
+
+import argparse
+import copy
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.batch import label_mask
+from apprentice.gguf import model_folder
+from datamodules import Chat
+from lit_modules.nets import HuggingFaceLM, Outputs
+from lit_modules.objectives import Hinton
+from lit_modules.stored_teacher.forms import Form
+
+FORMS = [Form(k, "bucket", (1.0, 2.0)) for k in (8, 32, 128)]
+FORMS += [Form(32, "renormalize", ()), Form(32, "sample", (1.0,)), Form(None, "bucket", ())]
+
+
+def layers_of(net: HuggingFaceLM) -> nn.ModuleList:
+    """Return the layers of a Llama-like model."""
+    layers = net.get_submodule("model.model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def without_layers(teacher: HuggingFaceLM, kept: Sequence[int]) -> HuggingFaceLM:
+    """Return a copy with these layers alone."""
+    student = copy.deepcopy(teacher)
+    layers = layers_of(student)
+    student.get_submodule("model.model").layers = nn.ModuleList([layers[i] for i in kept])
+    return student
+
+
+def gradient(z_s: Tensor, teacher: Outputs) -> tuple[float, Tensor]:
+    """Return the sum over tokens of the loss, and its gradient (1, n, V), of logits (1, n, V)."""
+    z_s = z_s.detach().requires_grad_()
+    labels = torch.zeros(z_s.shape[:2], dtype=torch.int64)
+    loss = Hinton(1.0)(Outputs(z_s, {}), teacher, labels)["kd"].values.sum()
+    return loss.item(), torch.autograd.grad(loss, z_s)[0]
+
+
+def measure(args: argparse.Namespace) -> list[str]:
+    """Return the rows of the table."""
+    folder = model_folder(args.model)
+    data = Chat(args.data, prompt="question", response="answer", tokenizer=folder, batch_size=4, max_length=512)
+    data.setup()
+    everything = sum(int(data.split(part).labels.sum()) for part in ("train", "validation", "test"))
+    teacher = HuggingFaceLM(folder, data.num_classes, data.block_size, pretrained=True).eval()
+    count = len(layers_of(teacher))
+    quarter = count // 4
+    students = {
+        "near": without_layers(teacher, [i for i in range(count) if i != count // 2]),
+        "far": without_layers(teacher, [*range(quarter + 1), *range(count - quarter, count)]),
+    }
+    seconds: dict[Form | str, float] = defaultdict(float)
+    sums: dict[tuple[Form, str], Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+    tokens = 0
+    for chunk in torch.arange(args.texts).split(1):
+        inputs, labels = data.samples("train", chunk)
+        counts = label_mask(labels)
+        with torch.no_grad():
+            start = time.perf_counter()
+            z_t = teacher(inputs)[counts]
+            seconds["teacher"] += time.perf_counter() - start
+            of_students = {name: student(inputs)[counts][None] for name, student in students.items()}
+        for form in FORMS:
+            start = time.perf_counter()
+            entries = form.reduce(z_t, form.record(data.num_classes, is_double=False), tokens)
+            seconds[form] += time.perf_counter() - start
+            stored = form.expand(entries, torch.ones(1, len(entries), dtype=torch.bool))
+            for name, z_s in of_students.items():
+                whole = gradient(z_s, Outputs(z_t[None], {}))[1]
+                loss, found = gradient(z_s, stored)
+                sums[form, name] += torch.tensor([loss, (found - whole).square().sum(), whole.square().sum()])
+        tokens += len(z_t)
+    rows = [f"{tokens:,} response tokens of {args.texts} texts; the teacher took {seconds['teacher']:.0f} s"]
+    for form in FORMS:
+        size = form.record(data.num_classes, is_double=False).itemsize
+        parts = [str(form), f"{size:,}", f"{size * everything / 1e6:,.0f}", f"{seconds[form] / seconds['teacher']:.3f}"]
+        for name in students:
+            loss, error, norm = sums[form, name].tolist()
+            parts += [f"{loss / tokens:.4f}", f"{math.sqrt(error / norm):.4f}"]
+        rows.append(" | ".join(parts))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder of transformers, or a .gguf file")
+    parser.add_argument("data", type=Path, help="JSON lines")
+    parser.add_argument("--texts", type=int, default=100)
+    print("\n".join(measure(parser.parse_args(argv))))
+
+
+if __name__ == "__main__":
+    main()

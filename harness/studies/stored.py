@@ -1,0 +1,151 @@
+"""The file of a teacher's outputs for texts (`--teacher_top_k`): a run that finds it does not load the teacher."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from apprentice.errors import BadInput
+from harness import cli
+from harness.runs.files import read_text, write_text
+from harness.runs.launch import is_main_process
+from harness.runs.nets import save_net, spec
+from harness.runs.plans import Arm
+from harness.runs.records import FitRecord
+from harness.runs.session import Session
+from harness.runs.taught import TEACHER, TEACHERS
+from harness.studies.choices import is_pruned
+from harness.studies.teachers import checkpoint_of, has_trained_teacher
+from lit_modules.nets.stored import StoredTeacher
+from lit_modules.objectives.top_k import Tail
+from lit_modules.stored_teacher import Stored, TextStore, form_of, read_texts
+
+FLAG = "teacher_top_k"
+READ = 2**24  # bytes at a time
+
+
+class StoredOutputs:
+    """What a run's seeds store of their teacher, or find stored. Nothing without `--teacher_top_k`."""
+
+    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
+        self.session, self.config = session, session.config
+        self.is_on = self.config.teacher_top_k is not None
+        listed = list(arms) if self.is_on else []
+        self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
+        self.needs_weights = any(is_pruned(self.config, arm.net) for arm in listed)
+        self._nets: dict[int, StoredTeacher | None] = {}
+        self._digest = ""
+
+    def check(self) -> None:
+        """Raise BadInput for settings with which outputs can't be stored."""
+        if not self.is_on:
+            return
+        config, data = self.config, self.session.data
+        if not data.label_shape:
+            raise BadInput(FLAG, config.teacher_top_k, f"texts; --data {data.name} has one label a sample")
+        if not data.train_texts_repeat:
+            same = "; --data.same_blocks true" if "same_blocks" in config.data.init_args else ""
+            raise BadInput(FLAG, config.teacher_top_k, f"texts that are the same in each epoch{same}")
+        if config.tune and config.teacher_top_k != "all":
+            raise BadInput(FLAG, config.teacher_top_k, "all, or no --tune: k tokens are stored for given temperatures")
+        if vars(config).get(TEACHERS):
+            raise BadInput(FLAG, config.teacher_top_k, f"one teacher, without --{TEACHERS}")
+
+    def options(self, seed: int) -> Stored | None:
+        """Return what is to be stored of a seed's teacher."""
+        if not self.is_on:
+            return None
+        temperatures = {t for objective in self.objectives.values() for t in objective.temperatures}
+        tail: Tail = self.config.teacher_tail or "bucket"
+        return Stored(self.config.teacher_top_k, tail, self._source(seed), tuple(sorted(temperatures)))
+
+    def net(self, seed: int) -> StoredTeacher | None:
+        """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
+
+        None where a student is made of its weights: then it is loaded, but does not run.
+
+        Raises:
+            BadInput: the file is there, but changed or damaged.
+        """
+        if seed not in self._nets and self.needs_weights:
+            self._nets[seed] = None
+        elif seed not in self._nets:
+            found = self._file(seed)
+            has_test = found is not None and self._record(found[0]).exists()
+            self._nets[seed] = found[1] if found is not None and has_test else None
+        return self._nets[seed]
+
+    def take_record(self, seed: int) -> None:
+        """Write into the run's folder the record of the teacher's test by an earlier run, and a net of no weights."""
+        net, folder = self.net(seed), self.session.out / f"seed{seed}"
+        target = folder / f"{TEACHER}.json"
+        if net is None or target.exists() or not is_main_process():
+            return
+        path, _ = self._file(seed) or (Path(), None)
+        folder.mkdir(parents=True, exist_ok=True)
+        class_path = f"{type(net).__module__}.{type(net).__name__}"
+        save_net(net, spec(class_path, net.init_args), folder / TEACHER, self.session.net_facts())
+        write_text(target, read_text(self._record(path)))
+        FitRecord.read(target)
+
+    def keep_record(self, seed: int) -> None:
+        """Write the record of the teacher's test beside the file, for later runs."""
+        record = self.session.out / f"seed{seed}" / f"{TEACHER}.json"
+        if self.is_on and is_main_process() and record.exists() and (found := self._file(seed)):
+            target = self._record(found[0])
+            if not target.exists():
+                write_text(target, read_text(record))
+
+    def _file(self, seed: int) -> tuple[Path, StoredTeacher] | None:
+        """Find a seed's file; None where the teacher is not known without its weights."""
+        options = self.options(seed)
+        if options is None or options.source is None:
+            return None
+        data, config = self.session.data, self.config
+        net = StoredTeacher(data.num_classes, options.source)
+        form = form_of(options, self.objectives, data.num_classes)
+        store = TextStore(net, config.teacher_cache_dir, form, data.num_classes, options.source, self.session.tell)
+        texts = read_texts(data.train_in_order(), data.places)
+        path = store.find(texts, str(self.session.trainer().precision))
+        return None if path is None else (path, net)
+
+    def _record(self, path: Path) -> Path:
+        """Return the file of the teacher's test: on the same data, judged alike."""
+        if not self._digest:
+            used = self.session.data.used(self.session.trainer())
+            tested = self.session.data.fingerprint()["test"], used["test"], str(self.config.metric)
+            self._digest = hashlib.blake2b(repr(tested).encode(), digest_size=8).hexdigest()
+        return path.with_suffix(f".{self._digest}.json")
+
+    def _source(self, seed: int) -> str | None:
+        """Return what tells a teacher that is loaded without loading it: its options, and the content of files."""
+        if not has_trained_teacher(self.session):
+            return None
+        chosen, known = cli.choice_at(self.config, TEACHER), []
+        options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
+        for name, value in sorted(options.items()):
+            content = _digest_content(value) if isinstance(value, str) else repr(value)
+            if content is None and name == "name":
+                return None  # a model of the hub that is not here yet
+            known.append((name, content or value))
+        return hashlib.blake2b(repr([chosen.class_path, known]).encode(), digest_size=16).hexdigest()
+
+
+def _digest_content(value: str) -> str | None:
+    """Hash what is in a file or a folder; return the commit of a model of the hub that was downloaded, else None."""
+    path = Path(value).expanduser()
+    if path.exists():
+        digest = hashlib.blake2b(digest_size=16)
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in (file for file in files if file.is_file() and file.suffix not in {".py", ".pyc"}):
+            digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+            with file.open("rb") as content:
+                while part := content.read(READ):
+                    digest.update(part)
+        return digest.hexdigest()
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(value, "config.json")
+    except (ImportError, ValueError):
+        return None
+    return Path(config).parent.name if isinstance(config, str) else None
