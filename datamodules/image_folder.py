@@ -116,7 +116,8 @@ class ImageFolder(StoredImages):
             samples = make_dataset(folder, {name: label for label, name in enumerate(names)}, is_valid_file=is_image)
         except (OSError, ValueError) as error:
             expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
-            raise BadInput("data.root", self.root, f"{expected}; {folder}: {str(error).rstrip('. ')}") from error
+            fault = getattr(error, "strerror", None) or str(error).rstrip(". ")
+            raise BadInput("data.root", self.root, f"{expected}; {folder}: {fault}") from error
         skipped.update(
             _kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in {*names, FOLDER}
         )

@@ -23,10 +23,12 @@ from torch import nn
 import datamodules
 from apprentice.errors import BadInput
 from harness import cli
+from harness.jobs.engines import LAUNCHERS
 from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
 from harness.studies.choices import build_net, check_modules, check_net
-from harness.studies.language_model import NAME, run_study, sample
+from harness.studies.language_model import NAME, launcher_of, run_study, sample, train
+from harness.studies.launched import do_work, is_job
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from strategies.base.shared_replica import SharedReplica
@@ -83,6 +85,7 @@ def parser() -> cli.Parser:
     fixed = cli.OnResume(why="the learning rate of each step depends on how many there are")
     on_resume = {"max_steps": fixed, "max_epochs": fixed}
     parser.add_trainer(on_resume=on_resume, log_every_n_steps=50, **steps)
+    parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
 
 
@@ -115,10 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.sample is not None:
             print(*sample(run.config), sep="\n\n")
             return
+        if is_job():
+            do_work(run, lambda session, plan: train(session, plan, module))
+            return
         run.announce()
         check(run)
+        launcher = launcher_of(run)
         with run.folder():
-            run_study(run, module)
+            run_study(run, module, launcher)
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ class Distillation(OnPolicyLearner):
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = copy.deepcopy(self.students[run]).train()
         parts = self.parts_alone(run, batch)
-        uses = self.uses_teacher
+        uses = student.objective.uses_teacher
         taught = [self.cache.reduce(self._ask_teacher(part.inputs), part) if uses else None for part in parts]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}

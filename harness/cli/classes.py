@@ -4,9 +4,10 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from apprentice.errors import BadInput, reason
 from harness.cli.messages import near
 from harness.cli.signatures import Signature, options_of
 
+MOST_HAVING = 6  # classes that have an option
 MOST_NAMES = 8  # names in a message
 
 
@@ -79,7 +81,7 @@ class Classes:
         else:
             chosen = ({other.__name__: other for other in self.refused} | self.by_name).get(str(name))
         if chosen is None or chosen in self.bases:
-            raise BadInput(key, name, self.expected(name))
+            raise BadInput(key, name, self.expected(name) + near_file(str(name)))
         for refused, expected in self.refused.items():
             if issubclass(chosen, refused):
                 raise BadInput(key, name, expected)
@@ -103,11 +105,31 @@ class Classes:
         """Return the arguments of a class that are not options."""
         return self.skip
 
+    def having(self, option: str, key: str) -> str:
+        """Return the classes whose constructors name an option, as the end of a message; empty where none does."""
+        names = [
+            name for name, chosen in self.by_name.items()
+            if chosen not in self.bases and option in inspect.signature(chosen).parameters
+            and option not in self.arguments_to_skip(chosen)
+        ]  # fmt: skip
+        listed = ", ".join(names if len(names) <= MOST_HAVING else [*names[:MOST_HAVING], "..."])
+        return f"; with --{key} {listed} there is {option}" if names else ""
+
     def expected(self, name: Any = "") -> str:
         """Return the short names, for a message, and those near to `name`."""
         names = list(self.by_name)
         listed = ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."])
         return f"{listed} or the import path of a class{near(name, names)}"
+
+
+def near_file(name: str) -> str:
+    """End a message with the path of a class that a file of the working directory has, or with what such a file has."""
+    for path in sorted(Path.cwd().glob("*.py")):
+        with suppress(OSError):
+            classes = re.findall(r"^class (\w+)", path.read_text("utf-8", errors="replace"), re.MULTILINE)
+            if classes and name in {*classes, path.stem, path.name}:
+                return f"; {path.name} has {path.stem}.{name if name in classes else classes[0]}"
+    return ""
 
 
 def put_working_directory_first(module_name: str = "") -> None:
@@ -143,7 +165,7 @@ def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> ty
             other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
         ]
         fault = f"is no class of {module_name}" if target is None else "is no class"
-        hint = near(name, classes) + _hidden_file(module_name)
+        hint = near(name, classes) + _hidden_file(module_name) + near_file(path)
         raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")
     if not issubclass(target, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")

@@ -88,13 +88,21 @@ class Resolver:
             end = "" if chosen is None else f"; {chosen} is a name without options"
             self._find_unknown(key, (), lambda _: f"--{key} with the name of a class beside it{end}")
             return chosen
-        return Choice(
-            classes.path(chosen, name), self.options(options_of(chosen, classes.arguments_to_skip(chosen)), key, sets)
-        )
+        signature = options_of(chosen, classes.arguments_to_skip(chosen))
+        return Choice(classes.path(chosen, name), self.options(signature, key, sets, classes))
 
-    def options(self, signature: Signature, key: str, sets: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults."""
-        self._find_unknown(key, signature.hints, signature.alternatives)
+    def options(
+        self, signature: Signature, key: str, sets: Mapping[str, Any], others: Classes | None = None
+    ) -> dict[str, Any]:
+        """Return the options of a class: as set, else what its name `sets`, else the constructor's defaults.
+
+        `others` are the classes from which it was chosen: an unknown option may be one of theirs.
+        """
+
+        def alternatives(name: str) -> str:
+            return signature.alternatives(name) + (others.having(name, key) if others else "")
+
+        self._find_unknown(key, signature.hints, alternatives)
         values = {}
         for name, default in {**signature.defaults, **sets}.items():
             flag, hint = f"{key}.{name}", signature.hints[name]

@@ -41,7 +41,8 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
     """Pick the variants of `only` in their own order; all if it is None, BadInput for an unknown name or none."""
     for name in only or ():
         if name not in variants:
-            raise BadInput(flag, name, f"names among {', '.join(variants)}{near(name, variants)}")
+            apart = f"; near: {name.replace(',', ' ')}" if "," in name else near(name, variants)
+            raise BadInput(flag, name, f"names among {', '.join(variants)}{apart}")
     if only is not None and not only:
         raise BadInput(flag, "[]", f"at least one of {', '.join(variants)}")
     return {name: variant for name, variant in variants.items() if only is None or name in only}

@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if bool(values) is (flag in BARE) and flag not in {"help", *OF_LAUNCHERS}:
             raise BadInput(flag, " ".join(values) or NOTHING, "no value" if values else "a value")
-    pairs = [(flag, expand_home(values)) for flag, values in pairs]
+    pairs = [(flag, expand_home(rejoin(values))) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
         for flag, values in pairs
@@ -57,6 +57,13 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
     return [*(layer(expand_home(load(path)), path) for path in files), flags], {
         flag: values for flag, values in pairs if flag in BARE
     }
+
+
+def rejoin(values: list[str]) -> list[str]:
+    """Put together a list or mapping with spaces in it, as [0, 1], which a shell without quotes takes apart."""
+    ends = {"[": "]", "{": "}"}
+    end = ends.get(values[0][:1]) if len(values) > 1 else None
+    return [" ".join(values)] if end and values[-1].endswith(end) and not values[0].endswith(end) else values
 
 
 def expand_home(value: Any) -> Any:

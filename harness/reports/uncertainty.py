@@ -189,9 +189,9 @@ def _power(spread: float, seeds: int, comparisons: int, metric: Metric) -> str:
     seen, low, high = (f"{min(difference, metric.limits[1]):.{metric.digits}f}" for difference in differences)
     needed = seeds_for(1.0, detectable(1.0, seeds) / 3)
     alone = "In a single comparison, " if comparisons > 1 else ""
-    sentence = f" {alone}{seeds} seeds show a difference of about {seen} {metric.unit} in 4 of 5 cases ({low} to {high}"
-    third = f"; a third of it takes {needed} seeds" if needed else ""
-    return f"{sentence}, as they tell the noise no better){third}."
+    third = f"; to detect a third of that takes {needed} seeds" if needed else ""
+    said = f"{seeds} seeds detect a difference of {seen} {metric.unit} in 4 of 5 cases"
+    return f" {alone}{said} ({low} to {high}, as {seeds} seeds tell the noise no better){third}."
 
 
 def lead(rows: Sequence[Sequence[float | None]], metric: Metric) -> str:

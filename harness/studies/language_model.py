@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules import Subwords, Text, Vocabulary, vocabulary_of
+from harness.jobs.base import Launcher
 from harness.reports import html
 from harness.reports.measures import PARAMETERS
 from harness.reports.pages import head, planned_epochs, say_epochs
@@ -23,7 +24,8 @@ from harness.runs.plans import Arm, FitPlan
 from harness.runs.records import FitRecord, reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import indent, log_means, log_text
-from harness.studies.fits import fit
+from harness.studies.fits import fit, is_finished
+from harness.studies.launched import KEY, build_launcher, run_jobs, without_jobs
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets.generation import Sampling, generate, row_keys
@@ -33,15 +35,34 @@ GGUF, WRITTEN = ".gguf", 128  # files of llama.cpp; tokens at most of a text by 
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
-def run_study(run: Session, build: Callable[[Session, int], LitLanguageModel]) -> None:
-    """Train and test a net for each seed, let each write, then print and save the table."""
+Build = Callable[[Session, int], LitLanguageModel]  # a seed's module
+
+
+def launcher_of(run: Session) -> Launcher | None:
+    """Return the engine of jobs that is chosen; BadInput if it can't be used."""
+    launcher = build_launcher(run)
+    if launcher is not None and launcher.students is not None:
+        raise BadInput(f"{KEY}.students", launcher.students, "it left out: a seed has one net")
+    return launcher
+
+
+def train(run: Session, plan: FitPlan, build: Build, plans: Sequence[FitPlan] = ()) -> FitRecord:
+    """Train and test a seed's net, unless that is done."""
+    with without_jobs(run, plan):
+        return fit(run, plan, lambda plan: build(run, plan.seed), plans)
+
+
+def run_study(run: Session, build: Build, launcher: Launcher | None = None) -> None:
+    """Train and test a net for each seed, as jobs of a launcher if there is one; let each write, and save the table."""
     run.describe()
     out, records, vocabulary = run.out, [], cast("Text", run.data).vocabulary
     log_means(run, [NAME])
     arm, epochs = Arm(NAME, "net"), run.config.trainer.init_args["max_epochs"]
     plans = [FitPlan(seed, NAME, (arm,), epochs) for seed in run.config.seeds]
+    if launcher is not None:
+        run_jobs(run, launcher, build, [plan for plan in plans if not is_finished(run, plan)])
     for plan in plans:
-        records.append(fit(run, plan, lambda plan: build(run, plan.seed), plans))
+        records.append(train(run, plan, build, plans))
         if fault := records[-1].fault(NAME):
             rate = run.config.model.init_args["lr"]
             raise BadInput("model.lr", rate, f"settings that train the net; with seed {plan.seed} {fault}")

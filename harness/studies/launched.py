@@ -1,4 +1,4 @@
-"""Fits of a bake-off as jobs: what each does, written down by the process that starts it and read by its own.
+"""Fits of a run as jobs: what each does, written down by the process that starts it and read by its own.
 
 A job works in the run's folder, and its fits leave there what they leave in one process: records, nets and checkpoints.
 """
@@ -66,8 +66,8 @@ def build_launcher(session: Session) -> Launcher | None:
     return launcher
 
 
-def run_jobs(session: Session, launcher: Launcher, study: type, plans: Sequence[FitPlan]) -> None:
-    """Run fits as jobs and wait for them; `study` is the class in the experiment's script.
+def run_jobs(session: Session, launcher: Launcher, study: Callable[..., Any], plans: Sequence[FitPlan]) -> None:
+    """Run fits as jobs and wait for them; `study` is a class or function of the experiment's script.
 
     Raises:
         Interrupted: the user asked to stop.

@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {  # what is done; h
     ),
     "no train": (
         lambda root: remove(root, "train"), "data.root {}: " + EXPECTED,
-        "or in <class>/; {}/train: [Errno 2] No such file or directory: '{}/train'",
+        "or in <class>/; {}/train: No such file or directory",
     ),
     "no class": (lambda root: remove(root, "train/*"), "data.root {}: ", "Couldn't find any class folder in {}/train"),
     "a class in test only": (

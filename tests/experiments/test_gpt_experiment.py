@@ -60,6 +60,23 @@ def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     assert not left_by_overwriting(finished, tmp_path)
 
 
+@pytest.mark.slow
+def test_seeds_as_jobs_give_the_bits_of_one_process(
+    finished: Path, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpt.__file__).parents[1]))
+    out, flags = tmp_path / "run", ["--data.path", str(finished.parent / "text"), "--seeds", "2", "--samples", "2"]
+    gpt.main([*QUICK, *flags, "--launcher", "local", "--launcher.jobs", "2", "--out", str(out)])
+    for seed in (0, 1):
+        assert (out / "jobs" / f"seed{seed}-gpt.log").exists()
+        weights = [root / f"seed{seed}" / "gpt" / "weights.pt" for root in (out, finished)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert results(out)["samples"] == results(finished)["samples"]
+    line = refusal(gpt.main, *QUICK, *flags, "--launcher", "local", "--launcher.students", "1")
+    assert line == "--launcher.students 1: expected it left out: a seed has one net"
+
+
 def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "text", tmp_path / "run"
     path.write_text("naïve €uro 漢字 " * 60)

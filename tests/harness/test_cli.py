@@ -321,6 +321,22 @@ def test_names_that_are_near_are_told():
     assert "Objective" not in METHODS.expected()
 
 
+def test_an_option_of_other_classes_and_a_class_in_a_file_of_ones_own_are_told(kd, mine, tmp_path):
+    assert refused(kd, "--data.root x").endswith("LabelledText, MNIST, ... there is root")
+    assert "with" not in refused(kd, "--student.input_shape 3")  # which the data give
+    assert "there is" not in refused(kd, "--trainer.strategy ddp --trainer.strategy.accelerator x")
+    write(tmp_path / "confident.py", "class Confident:\n    pass\n")
+    for name in ("Confident", "confident", "confident.py"):
+        assert refused(kd, f"--variants.mine {name}").endswith("; confident.py has confident.Confident")
+
+
+def test_a_list_with_spaces_needs_no_quotes(kd):
+    assert parse(kd, "--seeds [0, 3] --only [ce, kd]") == parse(kd, "--seeds [0,3] --only ce kd")
+    assert parse(kd, "--variants.both Sum --variants.both.objectives [Hinton, Cosine]").variants["both"]
+    config = parse(kd, "--launcher slurm --launcher.options {qos: long, constraint: a100}")
+    assert config.launcher.init_args["options"] == {"qos": "long", "constraint": "a100"}
+
+
 def test_the_working_directory_comes_first(kd, mine, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(experiment.__file__).parent)  # which has an attention.py
     text = "import torch\nfrom lit_modules.objectives import Hinton\nclass Mine(Hinton): pass\n"

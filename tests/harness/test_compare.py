@@ -337,9 +337,9 @@ b/gpt        Text 900      3  2.803 ± 0.095  -0.197 [-0.211, -0.182]      81,47
 
 Bits per character: mean ± standard deviation over the seeds, on 100 test tokens. Δ: paired difference to
 a/gpt, with its 95 % interval.
-With 3 seeds, b/gpt (-0.197) is better than a/gpt beyond the noise between seeds. 3 seeds show a difference of
-about 0.023 bits in 4 of 5 cases (0.010 to 0.118, as they tell the noise no better); a third of it takes 9
-seeds.
+With 3 seeds, b/gpt (-0.197) is better than a/gpt beyond the noise between seeds. 3 seeds detect a difference
+of 0.023 bits in 4 of 5 cases (0.010 to 0.118, as 3 seeds tell the noise no better); to detect a third of that
+takes 9 seeds.
 
 What differs and may move results:
 

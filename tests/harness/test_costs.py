@@ -145,6 +145,14 @@ def test_a_step_begins_without_gradients(make: Callable[[], Any], run: str, batc
         assert all(p.grad is not None for p in parameters)
 
 
+def test_a_student_that_has_stopped_is_measured_with_its_teacher() -> None:
+    """The ranks have trained: in the process that measures, the fit of several ranks has not ended."""
+    module = distillation(["hint"])
+    module.failed["hint"] = {}
+    assert not module.uses_teacher
+    module.step_alone("hint", images())().backward()
+
+
 @pytest.mark.parametrize(("seconds", "steps"), [(0.001, 11), (0.04, 8), (60, 4)])
 def test_slow_steps_are_timed_fewer_times(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(1, requires_grad=True)

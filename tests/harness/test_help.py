@@ -118,6 +118,9 @@ def test_a_name_of_other_programs_leads_to_flags_that_exist(name: str) -> None:
     [
         ("lr", "--optimizer.lr"), ("gpus", "--trainer.devices"), ("epochs", "--trainer.max_epochs"),
         ("workers", "--data ImageFolder --data.num_workers"), ("seed", "--seeds, --data.seed"),
+        ("jobs", "--launcher local --launcher.jobs"), ("n_jobs", "--launcher local --launcher.jobs"),
+        ("slurm", "--launcher slurm"), ("ray", "--launcher ray"), ("walltime", "--launcher slurm --launcher.minutes"),
+        ("aug-repeats", "--data.augment_repeats"), ("weighted-sampler", "--data.balanced"),
         ("amp", "--trainer.precision 16-mixed, --trainer.precision bf16-mixed"),
     ],
 )  # fmt: skip

@@ -116,8 +116,8 @@ def test_an_entry_a_seed_is_needed():
 
 
 SEEN = (
-    "seeds show a difference of about 3.92 points in 4 of 5 cases (1.70 to 20.51, as they tell the noise no better); "
-    "a third of it takes 9 seeds."
+    "seeds detect a difference of 3.92 points in 4 of 5 cases (1.70 to 20.51, as 3 seeds tell the noise no better); "
+    "to detect a third of that takes 9 seeds."
 )
 
 NOT_TOGETHER = (
@@ -150,7 +150,7 @@ NOT_TOGETHER = (
     # seeds that show 0.01 come from deviations of 0.52 to 6.28 times that, as often above as below 1.20 times
     ({"kd": [0.02, 0.03, 0.04]}, f" 3 {SEEN}"),
     ({"kd": [0.02, 0.03, 0.04], "t8": [0.02, 0.03, 0.04]}, f" In a single comparison, 3 {SEEN}"),
-    ({"kd": [0.3, 0.1, 0.2]}, " about 39.21 points in 4 of 5 cases (16.99 to 100.00, as they tell"),
+    ({"kd": [0.3, 0.1, 0.2]}, " 39.21 points in 4 of 5 cases (16.99 to 100.00, as 3 seeds tell"),
     ({"kd": [0.02, -0.021], "t8": [0.1]}, "t8 had one seed to compare, so no interval"),
 ])  # fmt: skip
 def test_verdict_says_what_the_intervals_support(differences, said):

@@ -129,13 +129,15 @@ def _of_results(place: Place, results: Results) -> Iterator[str]:
     score = _score(place, results)
     of_this = ""
     if score is not None:
-        of_this = f"This net, of {place.seed}: {metric.title} {metric.scale * score:.{metric.digits}f}."
+        title, _, unit = metric.title.partition(", ")
+        of_this = f"This net, of {place.seed}: {title} {metric.scale * score:.{metric.digits}f} {unit}".rstrip() + "."
     row = results.students.get(name)
     interval = ""
     if not place.is_average and row is not None and row.delta_vs_ce is not None and name != row.baseline:
         spread = ", with its 95 % interval over seeds" if row.delta_vs_ce["low"] is not None else ""
         interval = f"Difference to {row.baseline}{spread}: {metric.difference(row.delta_vs_ce)} {metric.unit}."
-    seeds = f"All nets of the run, of seeds {', '.join(map(str, results.seeds))}:"
+    plural = "s" if len(results.seeds) > 1 else ""
+    seeds = f"All nets of the run, of seed{plural} {', '.join(map(str, results.seeds))}:"
     yield "## Results\n\n" + "\n\n".join(
         part for part in (of_this, interval, seeds, table(results).markdown(), *notes(results)) if part
     )
