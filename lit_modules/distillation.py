@@ -353,7 +353,9 @@ class Distillation(OnPolicyLearner):
         student = copy.deepcopy(self.students[run]).train()
         parts = self.parts_alone(run, batch)
         uses = student.objective.uses_teacher
-        taught = [self.cache.reduce(self._ask_teacher(part.inputs), part) if uses else None for part in parts]
+        taught = [
+            self.cache.reduce(self._ask_teacher(part.inputs, whole=True), part) if uses else None for part in parts
+        ]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
