@@ -194,11 +194,11 @@ class Distillation(OnPolicyLearner):
         nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
         return [(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names]
 
-    def _ask_teacher(self, inputs: Tensor) -> Outputs:
+    def _ask_teacher(self, inputs: Tensor, whole: bool = False) -> Outputs:
         with torch.no_grad():
             if isinstance(self.cache, TextStore):
                 return condense_teacher(self._run_teacher(inputs), self._objectives)
-            chunks = self._chunks if self.training and not self._storing else InChunks(0, 0)
+            chunks = self._chunks if self.training and not (self._storing or whole) else InChunks(0, 0)
             outputs, hidden = chunks.run_teacher(self.teacher, inputs, self._teacher_layers)
             return condense_teacher(outputs, self._objectives).with_features(hidden)
 
@@ -353,7 +353,9 @@ class Distillation(OnPolicyLearner):
         student = copy.deepcopy(self.students[run]).train()
         parts = self.parts_alone(run, batch)
         uses = student.objective.uses_teacher
-        taught = [self.cache.reduce(self._ask_teacher(part.inputs), part) if uses else None for part in parts]
+        taught = [
+            self.cache.reduce(self._ask_teacher(part.inputs, whole=True), part) if uses else None for part in parts
+        ]
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 

@@ -85,8 +85,8 @@ class HuggingFace(Net):
 class HuggingFaceLM(Net):
     """A causal language model of transformers, for the tokens of its own tokenizer: `--data.tokenizer NAME`.
 
-    Logits beyond the data's vocabulary, with which some models are padded, are cut off. With its weights it is a
-    trained teacher, as if `--teacher_ckpt` had loaded it.
+    `stages` are its blocks. Logits beyond the data's vocabulary, with which some models are padded, are cut off. With
+    its weights it is a trained teacher, as if `--teacher_ckpt` had loaded it.
 
     Args:
         name: a model of the hub, a folder that `save_pretrained` wrote, or a GGUF file or a folder with one, which is
@@ -138,6 +138,7 @@ class HuggingFaceLM(Net):
                 self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
             self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
             self._window = getattr(settings, "sliding_window", None) or math.inf
+            self.stages = _find_blocks(self.model)
             if lora_rank:
                 add_adapters(self.model, lora_rank)
             if checkpointing:
@@ -215,6 +216,13 @@ class Past:
         self.past = output.past_key_values
         logits: Tensor = output.logits[:, -1, : self.vocab_size]
         return logits
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of a language model's blocks: the members of its longest list of modules."""
+    lists = {path: len(m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    path = max(lists, key=lambda path: lists[path], default="")
+    return tuple(f"model.{path}.{number}" for number in range(lists.get(path, 0)))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from lit_modules.objectives.dml import DML
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.fitnet import FitNet
 from lit_modules.objectives.gkd import GKD
+from lit_modules.objectives.hidden_states import HiddenStates
 from lit_modules.objectives.hint import Hint
 from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.jensen_shannon import JensenShannon

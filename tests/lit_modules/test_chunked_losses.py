@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
+from harness.studies.costs import flops
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Ensemble
@@ -131,6 +132,16 @@ def test_an_ensemble_and_a_net_that_changes_its_logits_give_them_all() -> None:
     for teacher in (Capped(), Ensemble([gpt(V, T, seed=1), gpt(V, T, seed=2)])):
         one, other = (step(module(n, "kd", "gkd", teacher=teacher), *texts()) for n in (3, 0))
         assert_same(one[2], other[2], atol=1e-12)
+
+
+def test_the_cost_of_a_step_can_be_counted() -> None:
+    """FlopCounterMode puts hooks on what modules are called with."""
+    batch, counted = Batch.of(texts(ignored=False), 0), []
+    for size in (3, 0):
+        made = module(size, "gkd")
+        step_of_one = made.step_alone("gkd", batch)
+        counted.append(flops(step_of_one))
+    assert counted[0] == counted[1]
 
 
 def test_a_size_below_zero_is_refused() -> None:
