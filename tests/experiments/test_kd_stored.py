@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import kd
+from experiments import gpt, kd
 from lit_modules.stored_teacher.file import Part
 from tests.commands import kill_at, results, start
 from tests.language import written
@@ -40,7 +40,9 @@ def table(out: Path) -> Any:
     return {name: {key: row[key] for key in ("parameters", "test_loss", "test_bpc")} for name, row in rows.items()}
 
 
-def test_a_later_run_does_not_load_the_teacher(loaded: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_a_later_run_does_not_load_the_teacher(
+    loaded: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any, refusal: Any
+) -> None:
     stored = [*STORED, str(tmp_path / "kept")]
     kd.main([*loaded, *stored, "--out", str(tmp_path / "first")])
     assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".topk", ".json"}
@@ -54,6 +56,8 @@ def test_a_later_run_does_not_load_the_teacher(loaded: list[str], tmp_path: Path
     grown = results(tmp_path / "second")["students"]["kd"]["test_loss"]
     assert len(grown) == 2
     assert grown[0] == results(tmp_path / "first")["students"]["kd"]["test_loss"][0]
+    line = "expected a net with weights; the run read this teacher's outputs, and did not load it"
+    assert line in refusal(gpt.main, "--sample", "a", "--run", str(tmp_path / "second" / "seed0" / "teacher"))
     # A student of another temperature needs the teacher itself.
     monkeypatch.undo()
     hot = ["--variants.hot.class_path", "Hinton", "--variants.hot.temperature", "5"]
