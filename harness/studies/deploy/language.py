@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,26 @@ def write_language_models(run: Session, teachers: Iterable[str], students: Itera
     template = run.data.conversation_template() if hasattr(run.data, "conversation_template") else None
     tokenizer, without = as_tokenizer(vocabulary, template), list[str]()
     for name in students:
-        if not _write(seeds[0] / name, tokenizer):
+        if not _write(seeds[0] / name, tokenizer, run.data.end_tokens):
             without.append(name)
     if without:
         notice(f"no {FOLDER}/ of {', '.join(without)}: transformers has no model of this architecture")
 
 
-def _write(folder: Path, tokenizer: Any) -> bool:
-    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it."""
+def _write(folder: Path, tokenizer: Any, end_tokens: Sequence[int]) -> bool:
+    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it.
+
+    A response ends at any of `end_tokens`, or if there are none at what model or tokenizer say.
+    """
     net = load_net(folder, "out")
     model = as_transformers(net)
     facts = read_facts(folder, "out")
     if model is None or facts is None:
         return False
+    if end_tokens:
+        model.generation_config.eos_token_id = list(end_tokens)
+        if model.generation_config.pad_token_id is None and tokenizer.pad_token_id is None:
+            model.generation_config.pad_token_id = end_tokens[0]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(model.generation_config, name) is None and (token := getattr(tokenizer, name)) is not None:
             setattr(model.generation_config, name, token)
