@@ -22,12 +22,13 @@ from datamodules.chat_templates import Encoded, Template
 from datamodules.conversations import Conversation
 from datamodules.splits import Split
 
-VERSION = 1
+VERSION = 2
 LISTED = 5  # names of conversations in a message
 EMPTY, CUT_OFF = "empty", "cut off by --data.max_length before the response"
+NO_PROMPT = "of which the assistant's turn is the first"
 NOTHING = Encoded(np.zeros(0, np.int64), np.zeros(0, bool))
 # Of each text: its first token and its first one after the end; the tokens before the first that is learned; how many
-# are learned; bytes and characters of its response; a hash of its prompt.
+# are learned; bytes and characters of the response that these are; a hash of its prompt.
 INDEX = np.dtype(
     [("start", "<i8"), ("stop", "<i8"), ("before", "<i4"), ("learned", "<i4"), ("bytes", "<i4"), ("characters", "<i4"),
      ("prompt", "<u8")]
@@ -124,7 +125,7 @@ class Texts:
         return torch.from_numpy(self.text(place)[0][: self.file.index[place]["before"]])
 
     def response_bytes(self) -> Tensor:
-        """Return (n,) int64, the bytes in UTF-8 of each text's responses, before any cut."""
+        """Return (n,) int64, the bytes in UTF-8 of each text's responses, as far as they are learned."""
         return torch.from_numpy(self.file.index[self.places.numpy()]["bytes"].astype(np.int64))
 
     def to(self, device: torch.device) -> "Texts":
@@ -167,33 +168,36 @@ def _write(
         paths = (folder / f"{name}.bin" for name in ("tokens", "learned", "index"))
         tokens, learned, index = (stack.enter_context(path.open("wb")) for path in paths)
         for conversation in conversations:
-            encoded = NOTHING if conversation.is_empty else template.encode(conversation)
+            why = EMPTY if conversation.is_empty else NO_PROMPT if conversation.lacks_prompt else None
+            encoded = NOTHING if why else template.encode(conversation)
             kept = Encoded(encoded.tokens[:max_length], encoded.learned[:max_length])
             if not kept.learned[1:].any():
-                why = CUT_OFF if encoded.learned[1:].any() else EMPTY
+                why = why or (CUT_OFF if encoded.learned[1:].any() else EMPTY)
                 names.setdefault(why, []).append(conversation.name)
                 counts[why] += 1
                 del names[why][LISTED:]
                 continue
-            index.write(_entry(conversation, kept, counts["tokens"]).tobytes())
+            is_whole = not encoded.cut and len(kept.tokens) == len(encoded.tokens)
+            response = conversation.response if is_whole else template.text_of(kept.tokens[kept.learned])
+            index.write(_entry(conversation.prompt, response, kept, counts["tokens"]).tobytes())
             tokens.write(kept.tokens.astype(kind).tobytes())
             learned.write(kept.learned.tobytes())
             counts["tokens"] += len(kept.tokens)
             counts["texts"] += 1
             counts["shortened"] += len(encoded.tokens) > max_length
             counts["borders"] += encoded.cut
-    left_out = {why: {"count": counts[why], "names": names[why]} for why in (EMPTY, CUT_OFF) if counts[why]}
+    left_out = {why: {"count": counts[why], "names": names[why]} for why in (EMPTY, NO_PROMPT, CUT_OFF) if counts[why]}
     numbers = {what: counts[what] for what in ("tokens", "texts", "shortened", "borders")}
     return {"version": VERSION, "type": kind.str, "left_out": left_out, **numbers}
 
 
-def _entry(conversation: Conversation, kept: Encoded, start: int) -> np.ndarray:
-    response, first = conversation.response, int(kept.learned[1:].argmax()) + 1
-    prompt = hashlib.blake2b(conversation.prompt.encode(errors="surrogatepass"), digest_size=8).digest()
+def _entry(prompt: str, response: str, kept: Encoded, start: int) -> np.ndarray:
+    first = int(kept.learned[1:].argmax()) + 1
+    digest = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=8).digest()
     return np.array(
         (
             start, start + len(kept.tokens), first, kept.learned[1:].sum(),
-            len(response.encode(errors="surrogatepass")), len(response), int.from_bytes(prompt, "little"),
+            len(response.encode(errors="surrogatepass")), len(response), int.from_bytes(digest, "little"),
         ),
         INDEX,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.language_parts import save_llama
 from tests.processes import Run
 
 pytestmark = pytest.mark.extras("transformers")
-TEXT = "the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
+TEXT = "ă the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
 
 
 @pytest.mark.parametrize("what", ["models", "tokenizers", "checkpointing", "other tokens"])
@@ -79,7 +79,10 @@ def _tokenizers(folder: Path) -> None:
         assert theirs.apply_chat_template(turns)["input_ids"] == encoded
         prompt = theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
         assert prompt == encoded[: len(prompt)]
-        assert encoded[-1] == theirs.eos_token_id
+        assert encoded[-1] == marked.ends()[0]
+        assert theirs.eos_token_id == (None if name == "bytes" else encoded[-1])  # "ă" stands for the byte 3
+    with pytest.raises(Exception, match=r"\[UNK\]"):
+        theirs("€")
 
 
 def _other_tokens(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def write_language_models(
     for name, why in failed.items():
         notice(f"no {FOLDER}/ of {name}: {why}")
     for name in (name for name in students if name not in failed):
-        if not _write(seeds[0] / name, vocabulary, tokenizer):
+        if not _write(seeds[0] / name, vocabulary, tokenizer, run.data.end_tokens):
             without.append(name)
     if without:
         notice(f"no {FOLDER}/ of {', '.join(without)}: transformers has no model of this architecture")
@@ -64,8 +64,11 @@ def _has_tokens_of(name: str, vocabulary: Vocabulary | Subwords) -> bool:
         return False
 
 
-def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any) -> bool:
-    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it."""
+def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_tokens: Sequence[int]) -> bool:
+    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it.
+
+    A response ends at any of `end_tokens`, or if there are none at what model or tokenizer say.
+    """
     net = load_net(folder, "out")
     model = as_transformers(net)
     facts = read_facts(folder, "out")
@@ -73,6 +76,10 @@ def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any) -> b
         return False
     name = str(net.name) if isinstance(net, HuggingFaceLM) else None
     set_tokenizer(model, tokenizer, name if name is not None and _has_tokens_of(name, vocabulary) else None)
+    if end_tokens:
+        model.generation_config.eos_token_id = list(end_tokens)
+        if model.generation_config.pad_token_id is None:
+            model.generation_config.pad_token_id = end_tokens[0]
     out = folder / FOLDER
     with _recorded(out) as temporary:
         model.save_pretrained(temporary)
