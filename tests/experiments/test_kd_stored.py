@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import gpt, kd
+from experiments import kd
+from harness.runs.nets import load_net
 from lit_modules.stored_teacher.file import Part
-from tests.commands import kill_at, results, start
+from tests.commands import bad_input, kill_at, results, start
 from tests.language import written
 
 STUDENT = ["--student", "GPT", "--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]
@@ -40,9 +41,7 @@ def table(out: Path) -> Any:
     return {name: {key: row[key] for key in ("parameters", "test_loss", "test_bpc")} for name, row in rows.items()}
 
 
-def test_a_later_run_does_not_load_the_teacher(
-    loaded: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any, refusal: Any
-) -> None:
+def test_a_later_run_does_not_load_the_teacher(loaded: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     stored = [*STORED, str(tmp_path / "kept")]
     kd.main([*loaded, *stored, "--out", str(tmp_path / "first")])
     assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".topk", ".json"}
@@ -57,7 +56,7 @@ def test_a_later_run_does_not_load_the_teacher(
     assert len(grown) == 2
     assert grown[0] == results(tmp_path / "first")["students"]["kd"]["test_loss"][0]
     line = "expected a net with weights; the run read this teacher's outputs, and did not load it"
-    assert line in refusal(gpt.main, "--sample", "a", "--run", str(tmp_path / "second" / "seed0" / "teacher"))
+    assert line in bad_input(load_net, tmp_path / "second" / "seed0" / "teacher")
     # A student of another temperature needs the teacher itself.
     monkeypatch.undo()
     hot = ["--variants.hot.class_path", "Hinton", "--variants.hot.temperature", "5"]
