@@ -62,7 +62,7 @@ class BakeOff:
         self.pruning, self.stored = Pruning(session), StoredOutputs(session, self.arms.values())
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
-        self.failed: dict[str, str] = {}  # students of the first seed whose loss was not finite, and where
+        self.failed: dict[str, str] = {}  # of the first seed, where losses were not finite; in the main process alone
 
     @property
     def config(self) -> Namespace:
@@ -162,9 +162,9 @@ class BakeOff:
             if self.config.save_ckpt and is_main_process():
                 for name in names:
                     save_classifier(self.session, seed, name)
-        of_first = {name: net for record in records[seeds[0]] for name, net in record.nets.items()}
-        self.failed = {name: str(of_first[name].failed) for name in self.arms if of_first[name].failed}
-        if is_main_process():
+        if is_main_process():  # other ranks have no records
+            of_first = {name: net for record in records[seeds[0]] for name, net in record.nets.items()}
+            self.failed = {name: str(of_first[name].failed) for name in self.arms if of_first[name].failed}
             log_means(self.session, names)
             self._report(list(records.values()), search)
 

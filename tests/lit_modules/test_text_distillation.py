@@ -20,7 +20,17 @@ from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
-from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
+from lit_modules.objectives import (
+    Cosine,
+    CrossEntropy,
+    HiddenStates,
+    Hinton,
+    JensenShannon,
+    Objective,
+    ReverseKL,
+    Sum,
+    Term,
+)
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
 from tests.commands import kill_at, lasting, results, start
@@ -39,7 +49,14 @@ class Unmarked(Objective):
         return {"ce": Term(2 * cross_entropy(student.logits, labels), 1.0)}
 
 
-OBJECTIVES = {"ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": JensenShannon, "cosine": Cosine}
+OBJECTIVES = {
+    "ce": CrossEntropy,
+    "kd": Hinton,
+    "reverse": ReverseKL,
+    "js": JensenShannon,
+    "cosine": Cosine,
+    "hidden": HiddenStates,
+}
 SMALL = {"num_layers": 2, "embed_dim": 8, "tie_weights": False}
 
 
