@@ -7,13 +7,18 @@ from datamodules.chat_templates import END, MARKS, MarkedTurns, Template
 from datamodules.conversations import ASSISTANT
 from datamodules.text import Subwords, Vocabulary
 
+UNKNOWN = "unknown character"  # which is no token, so that tokenizers refuses a text that needs it
 ROLES = "{%- set marks = {" + ", ".join(f"'{role}': '{mark}'" for role, mark in MARKS.items()) + "} -%}"
 TURNS = "{%- for message in messages -%}{{ marks[message['role']] + message['content'] + '" + END + "' }}{%- endfor -%}"
 PROMPT = "{%- if add_generation_prompt -%}{{ '" + MARKS[ASSISTANT] + "' }}{%- endif -%}"
 
 
 def as_tokenizer(vocabulary: Vocabulary | Subwords, template: Template | None = None) -> Any:
-    """Return a tokenizer of transformers, which has to be installed; `template` is that of conversations, if any."""
+    """Return a tokenizer of transformers, which has to be installed; `template` is that of conversations, if any.
+
+    That of bytes has no special tokens: transformers finds these by how they are written, and would take the letter
+    which stands for a byte, as "ă" for U+0003, for one where a text has it. Of characters, one that is unknown raises.
+    """
     if isinstance(vocabulary, Subwords):
         tokenizer = vocabulary.tokenizer
         text = getattr(template, "template", None)
@@ -27,16 +32,14 @@ def as_tokenizer(vocabulary: Vocabulary | Subwords, template: Template | None = 
         made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = tokenizers.decoders.ByteLevel()
-        end = letters[ord(END)]
     else:
         places = {letter: i for i, letter in enumerate(vocabulary.characters)}
-        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(places, unk_token=vocabulary.characters[0]))
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(places, unk_token=UNKNOWN))
         made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         made.decoder = tokenizers.decoders.Fuse()
-        end = END
     options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    if isinstance(template, MarkedTurns):
-        options |= {"eos_token": end, "pad_token": end}
+    if isinstance(template, MarkedTurns) and vocabulary.characters is not None:
+        options |= {"eos_token": END, "pad_token": END}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **options)
     if isinstance(template, MarkedTurns):
         tokenizer.chat_template = ROLES + TURNS + PROMPT

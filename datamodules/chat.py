@@ -57,7 +57,7 @@ class Chat(InMemoryData):
         batch_size: conversations in a batch over all devices together, whatever their number.
         sort_lengths: batches of conversations of about one length, in an order that is drawn: less is filled up.
         pack: put the conversations of a batch into as few rows as they fit in; they don't attend to one another, and
-            their losses and gradients are those of a row each, up to rounding.
+            without dropout their losses and gradients are those of a row each, up to rounding.
         loss_per: a loss is the mean over each `token` of all responses of a batch, or over each `sequence`, a
             conversation, of the mean over its tokens.
         options: `train_size`, `test_size`, `validation_size`, `seed` and `partition` of InMemoryData.
@@ -127,12 +127,13 @@ class Chat(InMemoryData):
         sources = open_sources(self.path, self.test_path)
         self.vocabulary = self._vocabulary(sources)
         template = self.conversation_template()
-        self.end_tokens = template.ends()
+        has_turns = next(self._conversations(sources[0])).text is None
+        self.end_tokens = template.ends() if has_turns else template.ends_of_texts()
         self._files = [self._open(source, template) for source in sources]
         for source, file in zip(sources, self._files, strict=True):
             if not len(file.index):
                 expected = f"a token of a response in some conversation; {file.describe_left_out()}"
-                raise BadInput("data.path", source, expected)
+                raise BadInput(source.flag, source, expected)
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
         self._split()
@@ -146,6 +147,9 @@ class Chat(InMemoryData):
         known = np.isin(prompts[0], prompts[1]) if others else np.zeros(len(prompts[0]), bool)
         if known.any():
             self.say(f"{known.sum():,} conversations do not train, as their prompts are in the test's")
+        if known.all():
+            expected = "conversations with other prompts than --data.path: all of these are among them, and none trains"
+            raise BadInput("data.test_path", self.test_path or self.path, expected)
         usable = torch.from_numpy(np.flatnonzero(~known))
         groups = torch.from_numpy(np.unique(prompts[0][~known], return_inverse=True)[1])
         one_class, count = torch.zeros(max(map(len, prompts)), dtype=torch.int64), len(usable)
@@ -170,7 +174,7 @@ class Chat(InMemoryData):
         self._splits = parts
 
     def _conversations(self, source: Source) -> Iterator[Conversation]:
-        return read_conversations(source.rows(), self.columns, source)
+        return read_conversations(source.rows(), self.columns, source, source.flag)
 
     def _vocabulary(self, sources: Iterable[Source]) -> Vocabulary | Subwords:
         if self.tokenizer in {None, "bytes"}:

@@ -1,5 +1,6 @@
 """Conversations to tokens, and which of them are learned: an assistant's turns with the tokens that end them."""
 
+import datetime
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,8 @@ END = "\x03"  # after each turn of the built-in template
 MARKS = {"system": "\x01", "user": "\x02", ASSISTANT: "\x04", "tool": "\x05"}  # before a turn, by its role
 CONTROL = re.compile(f"[{END}{''.join(MARKS.values())}]")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+DAY = datetime.date(2024, 7, 26)  # on which all conversations are rendered, so that tokens don't depend on today
 SENTINEL = "\u27earesponse\u27eb"  # in place of a content, to see where a template puts it
 
 
@@ -40,7 +43,10 @@ class Template(Protocol):
         """What determines the tokens."""
 
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
+        """Tokens that end a response; BadInput if no turn can be learned."""
+
+    def ends_of_texts(self) -> tuple[int, ...]:
+        """Tokens that end a plain text."""
 
 
 class MarkedTurns:
@@ -59,6 +65,8 @@ class MarkedTurns:
     def ends(self) -> tuple[int, ...]:
         return (int(self.vocabulary.encode(END, "data.path")[0]),)
 
+    ends_of_texts = ends
+
     @staticmethod
     def characters(conversation: Conversation) -> set[str]:
         """Return the characters of a conversation, with those of the template."""
@@ -67,12 +75,12 @@ class MarkedTurns:
 
     def encode(self, conversation: Conversation) -> Encoded:
         pieces = [(conversation.text + END, True)] if conversation.text is not None else []
-        for message in conversation.messages:
+        for i, message in enumerate(conversation.messages):
             mark = MARKS.get(message["role"])
             if mark is None:
                 expected = f"roles of the built-in template, {', '.join(MARKS)}, in {conversation.name}"
                 raise BadInput("data.messages", message["role"], expected)
-            pieces += [(mark, False), (message["content"] + END, message["role"] == ASSISTANT)]
+            pieces += [(mark, False), (message["content"] + END, i in conversation.learned)]
         if CONTROL.search(
             "".join([conversation.text or "", *(message["content"] for message in conversation.messages)])
         ):
@@ -96,15 +104,16 @@ class ChatTemplate:
     Learned tokens are those that the template marks by `{% generation %}`. Without marks they are, of each assistant's
     turn, what follows the prompt for its generation, up to its end token: text after that is never generated. The
     template has to render a conversation's first turns as it does within the whole; else a turn is its content with the
-    special token after it, which is found by rendering another content.
+    special token after it, which is found by rendering another content. What a template writes of today is that of DAY.
 
     Raises:
-        BadInput: there is no template.
+        BadInput: there are several templates and none is `default`, or one writes of today in a format that it
+            computes. When a conversation is encoded: there is no template, or it does not fit.
     """
 
     def __init__(self, vocabulary: Subwords, template: str | None = None) -> None:
         self.vocabulary, self.tokenizer = vocabulary, vocabulary.tokenizer
-        self.template: str | None = template or self.tokenizer.chat_template
+        self.template = self._on_one_day(template or self._default())
         self.has_marks = bool(self.template and GENERATION.search(self.template))
         added = self.tokenizer.added_tokens_decoder
         special = {*self.tokenizer.all_special_tokens, *map(str, added.values())}
@@ -112,35 +121,60 @@ class ChatTemplate:
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
+    def _default(self) -> str | None:
+        """The tokenizer's template; of several the one that is called so."""
+        templates = self.tokenizer.chat_template
+        if isinstance(templates, dict) and "default" not in templates:
+            expected = f"a tokenizer with one chat template, or one called default; it has {', '.join(templates)}"
+            raise BadInput("data.tokenizer", self.vocabulary.name, f"{expected}. --data.template FILE brings one")
+        template: str | None = templates["default"] if isinstance(templates, dict) else templates
+        return template
+
+    def _on_one_day(self, template: str | None) -> str | None:
+        """A template in which the date of today is that of DAY."""
+        dated = NOW.sub(lambda call: repr(DAY.strftime(call[2])), template or "")
+        if "strftime_now(" in dated.replace(" ", ""):
+            raise self._refusal("one that writes today's date by strftime_now of a text, so that it can be fixed")
+        return dated or None
+
+    def _refusal(self, expected: str) -> BadInput:
+        return BadInput("data.template", f"the chat template of {self.vocabulary.name}", expected)
+
     def key(self) -> str:
         return f"{self.vocabulary.content()} {self.template!r}"
 
     def ends(self) -> tuple[int, ...]:
         """The tokenizer's end token, and the special token that ends a turn."""
-        tokens = [self.tokenizer.eos_token_id]
-        if self.template:
-            turns = {"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}
-            encoded = self.encode(Conversation("a turn", turns))
-            last = int(encoded.tokens[encoded.learned][-1])
-            tokens += [last] if self._special.fullmatch(self.tokenizer.decode([last])) else []
-        return tuple(dict.fromkeys(token for token in tokens if token is not None))
+        if not self.template:
+            return self.ends_of_texts()
+        turns = {"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}
+        encoded = self.encode(Conversation("a turn", turns))
+        if not encoded.learned.any() and not encoded.cut:
+            raise self._refusal("one that marks the assistant's turns by {% generation %}; it marks nothing of a turn")
+        last = [int(token) for token in encoded.tokens[encoded.learned][-1:]]  # none where all of it crosses a border
+        special = last if self._special.fullmatch(self.tokenizer.decode(last)) else []
+        return tuple(dict.fromkeys([*self.ends_of_texts(), *special]))
+
+    def ends_of_texts(self) -> tuple[int, ...]:
+        """The tokenizer's end token, if it has one."""
+        end = self.tokenizer.eos_token_id
+        return () if end is None else (int(end),)
 
     def encode(self, conversation: Conversation) -> Encoded:
         if conversation.text is not None:
-            return self._tokenize(*self._plain(conversation.text))
+            return self._tokenize(*self._plain(conversation.text), conversation.name)
         if not self.template:
             expected = "a tokenizer with a chat template; --data.template FILE brings one, --data.text needs none"
             raise BadInput("data.tokenizer", self.vocabulary.name, expected)
         messages = conversation.messages
         if self.has_marks:
-            return self._marked(messages, conversation.name)
-        text = self._render(messages, conversation.name)
-        spans = [
-            self._turn(messages, i, text, conversation.name)
-            for i, message in enumerate(messages)
-            if message["role"] == ASSISTANT
-        ]
-        return self._tokenize(text, spans)
+            text, spans = self._marked(messages, conversation.name)
+            if conversation.prompted:
+                spans = spans[len(self._marked(messages[: conversation.prompted], conversation.name)[1]) :]
+        else:
+            text = self._render(messages, conversation.name)
+            spans = [self._turn(messages, i, text, conversation.name) for i in conversation.learned]
+        return self._tokenize(text, spans, conversation.name)
 
     def _plain(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """A text between the tokens for the beginning, if the tokenizer puts one, and for the end; the span learned."""
@@ -149,13 +183,16 @@ class ChatTemplate:
             begin = ""
         return begin + text + end, [(len(begin), len(begin + text + end))]
 
-    def _marked(self, messages: Sequence[Message], name: str) -> Encoded:
-        options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
-        options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
-        encoded = self._apply(list(messages), name, tokenize=True, **options)
-        tokens, places = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        sizes = self._sizes(tokens, self._render(messages, name), places)
-        return Encoded(tokens, np.array(encoded["assistant_masks"], bool), sizes)
+    def _marked(self, messages: Sequence[Message], name: str) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation, and the characters of it between marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        try:
+            texts, spans = render_jinja_template([list(messages)], **options, **self.tokenizer.special_tokens_map)
+        except Exception as error:  # noqa: BLE001 - whatever a template raises
+            raise self._refuses(name, error) from None
+        return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
 
     def _turn(self, messages: Sequence[Message], number: int, text: str, name: str) -> tuple[int, int]:
         """The characters of `text`, the whole, from where a turn is generated to where it ends."""
@@ -171,7 +208,7 @@ class ChatTemplate:
         last_line = messages[number]["content"].strip().rpartition("\n")[2]
         if last_line not in text[begin:end]:
             expected = f"one that shows the contents of turns; that of {name} is not there"
-            raise BadInput("data.template", f"the chat template of {self.vocabulary.name}", expected)
+            raise self._refusal(expected)
         ends = [m.end() for m in self._special.finditer(text, begin, end)]
         if ends and not text[ends[-1] : end].strip():
             return begin, ends[-1]  # a new line after the end token is never generated
@@ -188,22 +225,27 @@ class ChatTemplate:
             if before + part + after == text and SENTINEL not in after:
                 return len(before), len(before) + len(part)
         expected = "one that marks turns by {% generation %}, or renders the first turns as it does within the whole"
-        raise BadInput("data.template", f"the chat template of {self.vocabulary.name}", f"{expected}; not so in {name}")
+        raise self._refusal(f"{expected}; not so in {name}")
 
     def _render(self, messages: Sequence[Message], name: str, **options: Any) -> str:
-        return str(self._apply(list(messages), name, tokenize=False, **options))
-
-    def _apply(self, messages: list[Message], name: str, **options: Any) -> Any:
+        options |= {"chat_template": self.template, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options)
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - whatever a template raises
-            expected = f"conversations that the chat template takes; of {name} it says: {reason(error)}"
-            raise BadInput("data.path", self.vocabulary.name, expected) from None
+            raise self._refuses(name, error) from None
 
-    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+    def _refuses(self, name: str, error: Exception) -> BadInput:
+        return self._refusal(f"one that takes the data's conversations; of {name} it says: {reason(error)}")
+
+    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]], name: str) -> Encoded:
         """Tokens of a text; one is learned if all of its characters are within a span."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        try:
+            text.encode()  # a half of a surrogate pair has no bytes
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer's own code raises
+            expected = f"a fast one, which takes the text of {name} and says where its tokens stand: {reason(error)}"
+            raise BadInput("data.tokenizer", self.vocabulary.name, expected) from None
         starts, ends = places.T
         learned, cut = np.zeros(len(starts), bool), 0
         for begin, end in spans:

@@ -20,6 +20,7 @@ class File:
     """A file of JSON lines or Parquet, read row by row."""
 
     path: Path
+    flag: str = "data.path"  # that chooses it
 
     @property
     def folder(self) -> Path:
@@ -32,9 +33,9 @@ class File:
     def rows(self) -> Iterator[Row]:
         """Read the rows; BadInput if the file can't be read, or names the line that is no JSON object in UTF-8."""
         try:
-            yield from (_parquet_rows if self.path.suffix == PARQUET else _json_rows)(self.path)
+            yield from (_parquet_rows if self.path.suffix == PARQUET else _json_rows)(self)
         except OSError as error:
-            raise BadInput("data.path", self.path, f"a file that can be read ({reason(error)})") from None
+            raise BadInput(self.flag, self.path, f"a file that can be read ({reason(error)})") from None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -47,6 +48,7 @@ class HubSplit:
     data: Any  # datasets.Dataset
     path: str
     split: str
+    flag: str = "data.path"
 
     @property
     def folder(self) -> Path:
@@ -81,25 +83,25 @@ def open_sources(path: str, test_path: str | None) -> list[Source]:
     training = _open(path)
     if test_path is None:
         return training
-    *_, test = _open(test_path)
+    *_, test = _open(test_path, "data.test_path")
     return [training[0], test]
 
 
-def _open(path: str) -> list[Source]:
+def _open(path: str, flag: str = "data.path") -> list[Source]:
     file = Path(path).expanduser()
     if file.suffix in {*LINES, PARQUET}:
         if not file.is_file():
-            raise BadInput("data.path", path, "a file with conversations; it is not there")
+            raise BadInput(flag, path, "a file with conversations; it is not there")
         if file.suffix == PARQUET:
             need("datasets", "pyarrow.parquet")
-        return [File(file)]
+        return [File(file, flag)]
     if file.is_file():
         expected = f"a file of JSON lines or Parquet, whose name ends in {', '.join((*LINES, PARQUET))}"
-        raise BadInput("data.path", path, f"{expected}; --data Text reads plain text")
-    return _open_set(str(file) if file.is_dir() else path)
+        raise BadInput(flag, path, f"{expected}; --data Text reads plain text")
+    return _open_set(str(file) if file.is_dir() else path, flag)
 
 
-def _open_set(path: str) -> list[Source]:
+def _open_set(path: str, flag: str) -> list[Source]:
     need("datasets", "datasets")
     import datasets
 
@@ -109,41 +111,41 @@ def _open_set(path: str) -> list[Source]:
         splits = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
     except Exception as error:  # noqa: BLE001 - whatever a data set's own reader does
         expected = f"a file of JSON lines or Parquet, or a data set of Hugging Face; {reason(error)}"
-        raise BadInput("data.path", path, expected) from None
+        raise BadInput(flag, path, expected) from None
     if "train" not in splits:
-        raise BadInput("data.path", path, f"a split train; it has {', '.join(splits)}")
-    return [HubSplit(splits[name], path, name) for name in ("train", "test") if name in splits]
+        raise BadInput(flag, path, f"a split train; it has {', '.join(splits)}")
+    return [HubSplit(splits[name], path, name, flag) for name in ("train", "test") if name in splits]
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(source: File) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
             number = 0
             for batch in file.iter_batches(ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
     except pyarrow.ArrowException as error:
-        raise BadInput("data.path", path, f"a file of Parquet; it says: {reason(error)}") from None
+        raise BadInput(source.flag, source.path, f"a file of Parquet; it says: {reason(error)}") from None
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
+def _json_rows(source: File) -> Iterator[Row]:
+    with source.path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"line {number}", _json_object(path, number, line)
+                yield f"line {number}", _json_object(source, number, line)
 
 
-def _json_object(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
+def _json_object(source: File, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError:
-        raise BadInput("data.path", path, f"JSON lines in UTF-8; line {number} is not") from None
+        raise BadInput(source.flag, source, f"JSON lines in UTF-8; line {number} is not") from None
     except ValueError as error:
-        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is none: {error}") from None
+        raise BadInput(source.flag, source, f"a JSON object in each line; line {number} is none: {error}") from None
     if not isinstance(row, dict):
-        raise BadInput("data.path", path, f"a JSON object in each line; line {number} is a {type(row).__name__}")
+        raise BadInput(source.flag, source, f"a JSON object in each line; line {number} is a {type(row).__name__}")
     return row

@@ -15,19 +15,25 @@ Row = tuple[str, Mapping[str, Any]]  # a name, such as `line 3`, and values by c
 
 
 class Conversation(NamedTuple):
-    """Turns, the assistant's of which are learned; or a text that is learned whole."""
+    """Turns, of which the assistant's after the first `prompted` are learned; or a text that is learned whole."""
 
     name: str  # where it stands, such as `line 3`
     messages: tuple[Message, ...]
     text: str | None = None
+    prompted: int = 0  # messages that are of a column of prompts
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The places of the messages that are learned."""
+        turns = enumerate(self.messages)
+        return tuple(i for i, message in turns if i >= self.prompted and message["role"] == ASSISTANT)
 
     @property
     def prompt(self) -> str:
-        """What comes before the assistant's first turn, or the text: parts of a data set share none."""
+        """What comes before the first turn that is learned, or the text: parts of a data set share none."""
         if self.text is not None:
             return self.text
-        roles = [message["role"] for message in self.messages]
-        first = roles.index(ASSISTANT) if ASSISTANT in roles else len(roles)
+        first = self.learned[0] if self.learned else len(self.messages)
         return json.dumps(self.messages[:first], default=str)
 
     @property
@@ -35,12 +41,17 @@ class Conversation(NamedTuple):
         """What is learned, as text."""
         if self.text is not None:
             return self.text
-        return "".join(message["content"] or "" for message in self.messages if message["role"] == ASSISTANT)
+        return "".join(self.messages[i]["content"] or "" for i in self.learned)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to learn, or no prompt before it."""
-        return not self.response.strip() or (self.text is None and self.messages[0]["role"] == ASSISTANT)
+        """Whether there is nothing to learn."""
+        return not self.response.strip()
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the first message is learned: nothing asks for it."""
+        return self.learned[:1] == (0,)
 
 
 class Columns(NamedTuple):
@@ -58,7 +69,7 @@ class Columns(NamedTuple):
             expected = "--data.prompt and --data.response, or --data.messages, or --data.text alone"
             raise BadInput(f"data.{named[0]}", getattr(self, named[0]), expected)
 
-    def among(self, names: Sequence[str], path: object) -> "Columns":
+    def among(self, names: Sequence[str], path: object, flag: str = "data.path") -> "Columns":
         """Return the columns to read of those there are; BadInput if one is missing, or none is a usual one."""
         for option in OPTIONS:
             if (column := getattr(self, option)) is not None and column not in names:
@@ -69,21 +80,23 @@ class Columns(NamedTuple):
             if set(usual) <= {*names}:
                 return Columns(**{option: option for option in usual})
         expected = f"--data.prompt COLUMN and --data.response COLUMN beside it; it has {', '.join(names) or 'none'}"
-        raise BadInput("data.path", path, expected)
+        raise BadInput(flag, path, expected)
 
 
-def read_conversations(rows: Iterable[Row], columns: Columns, path: object) -> Iterator[Conversation]:
-    """Make conversations of rows, whose first one tells which columns there are.
+def read_conversations(
+    rows: Iterable[Row], columns: Columns, path: object, flag: str = "data.path"
+) -> Iterator[Conversation]:
+    """Make conversations of the rows of a path, chosen by a flag; the first row tells which columns there are.
 
     Raises:
         BadInput: there are no rows, a column is missing, or a value is no text and no list of messages.
     """
     chosen: Columns | None = None
     for name, row in rows:
-        chosen = chosen or columns.among(list(row), path)
+        chosen = chosen or columns.among(list(row), path, flag)
         yield _conversation(name, row, chosen)
     if chosen is None:
-        raise BadInput("data.path", path, "a file of conversations; this one is empty")
+        raise BadInput(flag, path, "a file of conversations; this one is empty")
 
 
 def _conversation(name: str, row: Mapping[str, Any], columns: Columns) -> Conversation:
@@ -91,12 +104,12 @@ def _conversation(name: str, row: Mapping[str, Any], columns: Columns) -> Conver
         return Conversation(name, (), _text(row.get(columns.text), name, "text"))
     if columns.messages is not None:
         return Conversation(name, _messages(row.get(columns.messages), name, "messages"))
-    turns: list[Message] = []
+    turns, prompted = list[Message](), 0
     for option, column, role in (("prompt", columns.prompt, USER), ("response", columns.response, ASSISTANT)):
-        value = row.get(str(column))
+        value, prompted = row.get(str(column)), len(turns)
         is_list = isinstance(value, list)
         turns += _messages(value, name, option) if is_list else [{"role": role, "content": _text(value, name, option)}]
-    return Conversation(name, tuple(turns))
+    return Conversation(name, tuple(turns), prompted=prompted)
 
 
 def _messages(value: Any, name: str, option: str) -> tuple[Message, ...]:

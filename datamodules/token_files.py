@@ -22,9 +22,10 @@ from datamodules.chat_templates import Encoded, Template
 from datamodules.conversations import Conversation
 from datamodules.splits import Split
 
-VERSION = 2
+VERSION = 3
 LISTED = 5  # names of conversations in a message
 EMPTY, CUT_OFF = "empty", "cut off by --data.max_length before the response"
+NO_PROMPT = "of which the assistant's turn is the first"
 NOTHING = Encoded(np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, np.int64))
 # Of each text: its first token and its first one after the end; the tokens before the first that is learned; how many
 # are learned; the bytes of these; a hash of its prompt.
@@ -169,10 +170,11 @@ def _write(
         paths = (folder / f"{name}.bin" for name in ("tokens", "learned", "index"))
         tokens, learned, index = (stack.enter_context(path.open("wb")) for path in paths)
         for conversation in conversations:
-            encoded = NOTHING if conversation.is_empty else template.encode(conversation)
+            why = EMPTY if conversation.is_empty else NO_PROMPT if conversation.lacks_prompt else None
+            encoded = NOTHING if why else template.encode(conversation)
             kept = encoded.first(max_length)
             if not kept.learned[1:].any():
-                why = CUT_OFF if encoded.learned[1:].any() else EMPTY
+                why = why or (CUT_OFF if encoded.learned[1:].any() else EMPTY)
                 names.setdefault(why, []).append(conversation.name)
                 counts[why] += 1
                 del names[why][LISTED:]
@@ -184,7 +186,7 @@ def _write(
             counts["texts"] += 1
             counts["shortened"] += len(encoded.tokens) > max_length
             counts["borders"] += encoded.cut
-    left_out = {why: {"count": counts[why], "names": names[why]} for why in (EMPTY, CUT_OFF) if counts[why]}
+    left_out = {why: {"count": counts[why], "names": names[why]} for why in (EMPTY, NO_PROMPT, CUT_OFF) if counts[why]}
     numbers = {what: counts[what] for what in ("tokens", "texts", "shortened", "borders")}
     return {"version": VERSION, "type": kind.str, "left_out": left_out, **numbers}
 

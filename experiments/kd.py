@@ -308,9 +308,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
-            write_language_models(run, map(row_of, bake_off.teachers), bake_off.arms)
+            write_language_models(run, map(row_of, bake_off.teachers), bake_off.arms, bake_off.failed)
             if run.config.export:
-                leaving.export_students(run, bake_off.arms)
+                leaving.export_students(run, bake_off.arms, bake_off.failed)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ class Distillation(ScoredBesideTeacher):
         end_tokens: Sequence[int] = (),
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
-        self.has_teacher = not isinstance(frozen, StoredTeacher)  # of which a test knows nothing
+        if isinstance(frozen, StoredTeacher):
+            self.has_teacher = False  # as a test knows nothing of it
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:

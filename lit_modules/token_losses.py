@@ -218,7 +218,7 @@ class _Chunks(torch.autograd.Function):
     def forward(ctx: Any, of_chunk: OfChunk, teacher: _TeacherChunks, size: int, *tensors: Tensor | None) -> Any:
         """Return a loss () for each student, of whose head there are inputs (n, H), weight (V, H) and bias (V,)."""
         needed = ctx.needs_input_grad[3:]
-        gradients = [torch.zeros_like(x) if x is not None and need else None for x, need in zip(tensors, needed)]  # noqa: B905
+        gradients = [_zeros(x) if x is not None and need else None for x, need in zip(tensors, needed, strict=True)]
         students = range(len(tensors) // 3)
         first = tensors[0]
         assert first is not None
@@ -230,10 +230,10 @@ class _Chunks(torch.autograd.Function):
                 inputs, weight, bias = tensors[3 * i : 3 * i + 3]
                 assert inputs is not None
                 assert weight is not None
-                logits = logits_of(inputs[part], weight, bias)
+                logits = _widen(logits_of(inputs[part], weight, bias))
                 sums[i] += _replace_by_slopes(logits, partial(of_chunk, i), taught, start)
                 _add_gradients(gradients[3 * i : 3 * i + 3], logits, inputs[part], weight, part)
-        ctx.gradients = gradients
+        ctx.gradients, ctx.types = gradients, [None if x is None else x.dtype for x in tensors]
         return tuple(total.to(torch.float64 if first.dtype == torch.float64 else torch.float32) for total in sums)
 
     @staticmethod
@@ -243,7 +243,16 @@ class _Chunks(torch.autograd.Function):
         for i, x in enumerate(gradients):
             if x is not None:
                 x.mul_(slopes[i // 3].to(x.dtype))
-        return None, None, None, *gradients
+        return None, None, None, *(x if x is None else x.to(kind) for x, kind in zip(gradients, ctx.types, strict=True))
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Numbers of float16 in float32: slopes are made before backward scales losses, and would be 0 in float16."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 def _replace_by_slopes(

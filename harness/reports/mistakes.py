@@ -50,7 +50,7 @@ def matrices(results: Results) -> list[bytes]:
 
 def _classes(results: Results, truth: np.ndarray) -> int:
     largest = [predictions(net, len(truth)).max(initial=0) for net in results.nets.values()]
-    return int(max([truth.max(initial=0), *largest])) + 1 if len(truth) else 0
+    return max(len(results.classes), int(max([truth.max(initial=0), *largest])) + 1) if len(truth) else 0
 
 
 def class_names(results: Results) -> list[str]:

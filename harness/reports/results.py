@@ -45,7 +45,8 @@ class Tuned:
 class Cost:
     """What a search took: epochs of each method's students and of the teachers, samples that teachers computed, times.
 
-    `teacher_samples_alone` is what they would have computed for each setting by itself.
+    `teacher_samples_alone` is what they would have computed for each setting by itself. Of packed texts, both count
+    rows; a set's sizes count texts.
     """
 
     student_epochs: Mapping[str, int]

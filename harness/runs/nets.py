@@ -18,6 +18,8 @@ from harness.runs.facts import KEYS, NetFacts
 from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format, reading
 from lit_modules.nets import unwrap_logits
+from lit_modules.nets.recorded import path_of
+from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
 Spec = dict[str, Any]
@@ -210,6 +212,8 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.
     """
     net_spec, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
+    if net_spec["class_path"] == path_of(StoredTeacher):
+        raise BadInput(flag, folder, "a net with weights; the run read this teacher's outputs, and did not load it")
     try:
         net: nn.Module = _rebuild(net_spec, flag)
     except Exception as error:  # whatever the class makes of the arguments

@@ -106,7 +106,7 @@ class FitRecord:
     fit_seconds: float | None  # None if its nets were only tested
     max_epochs: int | None
     nets: dict[str, NetRecord] = field(default_factory=dict)
-    teacher_samples: int | None = None  # that the teacher computed for a distillation
+    teacher_samples: int | None = None  # that the teacher computed for a distillation; rows of packed texts
     teacher_stored: bool | None = None  # whether the teacher's outputs were stored
 
     def fault(self, name: str) -> str | None:

@@ -40,13 +40,12 @@ from harness.studies.choices import (
 from harness.studies.fits import fit, is_finished, save_classifier
 from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
 from harness.studies.pruning import Pruning
-from harness.studies.stored import StoredOutputs
+from harness.studies.stored import StoredOutputs, is_stand_in
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
 from lit_modules.nets import Ensemble
-from lit_modules.nets.stored import StoredTeacher
 from strategies import PipelineStrategy
 
 
@@ -63,6 +62,7 @@ class BakeOff:
         self.pruning, self.stored = Pruning(session), StoredOutputs(session, self.arms.values())
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
+        self.failed: dict[str, str] = {}  # of the first seed, where losses were not finite; in the main process alone
 
     @property
     def config(self) -> Namespace:
@@ -82,9 +82,10 @@ class BakeOff:
             return self.teacher(plan.seed, first.net)
         if (stored := self.stored.net(plan.seed)) is not None:
             return self.students(plan.seed, plan.arms, stored)
-        loaded = {key: load_net(folder / row_of(key), "out") for key in first.teachers}
-        if any(isinstance(net, StoredTeacher) for net in loaded.values()):  # its file lacks what new students need
-            loaded = {key: self.teacher(plan.seed, key).net for key in first.teachers}
+        loaded = dict[str, nn.Module]()
+        for key in first.teachers:  # of a stand-in the file lacks what new students need
+            saved = folder / row_of(key)
+            loaded[key] = self.teacher(plan.seed, key).net if is_stand_in(saved) else load_net(saved, "out")
         teacher = merge_teachers(loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_pruned(self.config, arm.net)):
             self.pruning.choose(net, plan.seed, teacher)
@@ -161,7 +162,9 @@ class BakeOff:
             if self.config.save_ckpt and is_main_process():
                 for name in names:
                     save_classifier(self.session, seed, name)
-        if is_main_process():
+        if is_main_process():  # other ranks have no records
+            of_first = {name: net for record in records[seeds[0]] for name, net in record.nets.items()}
+            self.failed = {name: str(of_first[name].failed) for name in self.arms if of_first[name].failed}
             log_means(self.session, names)
             self._report(list(records.values()), search)
 

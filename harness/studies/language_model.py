@@ -1,6 +1,7 @@
 """The language model study: a net for each seed, its held-out loss, and texts that it writes."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets.generation import Sampling, generate, row_keys
 from lit_modules.tasks import BITS
 
-GGUF, WRITTEN = ".gguf", 128  # files of llama.cpp; tokens at most of a text by a model of others
+GGUF, WRITTEN = ".gguf", 128  # files of llama.cpp; tokens at most that a model of others writes after a prompt
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
@@ -110,19 +111,21 @@ def _generate(folder: Path, prompt: str, config: Namespace) -> list[str]:
 
 
 def _continue(
-    net: Any, vocabulary: Vocabulary | Subwords, block_size: int, config: Namespace, prompt: str | None = None
-) -> list[str]:
-    """Continue a prompt, by default `--sample`, to a text of as many tokens at most."""
+    net: Any, vocabulary: Vocabulary | Subwords, block_size: int | None, config: Namespace, prompt: str | None = None,
+    new: int = sys.maxsize,
+) -> list[str]:  # fmt: skip
+    """Continue a prompt, by default `--sample`, by `new` tokens at most, to a text of `block_size` at most."""
     prompt = config.sample if prompt is None else prompt
     tokens = vocabulary.encode(prompt, "sample")
-    if not 1 <= len(tokens) <= block_size:
-        raise BadInput("sample", repr(prompt), f"1 to {block_size} tokens, the net's block size; not {len(tokens)}")
+    most = min(len(tokens) + new, sys.maxsize if block_size is None else block_size)
+    if not 1 <= len(tokens) <= most:
+        raise BadInput("sample", repr(prompt), f"1 to {most} tokens, the net's block size; not {len(tokens)}")
     with nets.any_kernel(net):  # on the CPU, wherever the net was trained
         if isinstance(net, nets.GPT):
             drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
             texts = [*net.generate(tokens.expand(config.samples, -1), **drawing)]
         else:
-            texts = _draw(net, vocabulary, tokens, block_size - len(tokens), config)
+            texts = _draw(net, vocabulary, tokens, most - len(tokens), config)
     return [vocabulary.decode(text) for text in texts]
 
 
@@ -149,8 +152,8 @@ def read_vocabulary(folder: Path) -> Vocabulary | Subwords:
 def sample(config: Namespace) -> Sequence[str]:
     """Continue `--sample` by the net in `--run`; BadInput if one can't be used.
 
-    `--run` is a run of gpt.py, whose first seed's net is taken, a net's folder as RUN/seed0/kd, or a model of
-    transformers, by name or folder.
+    `--run` is a run of gpt.py, whose first seed's net is taken, a net's folder as RUN/seed0/kd, or a GGUF file
+    or the folder of a model of transformers.
     """
     folder = Path(config.run)
     if (folder / "net.yaml").is_file():
@@ -161,7 +164,7 @@ def sample(config: Namespace) -> Sequence[str]:
             net = nets.HuggingFaceLM(config.run, len(vocabulary), 1, pretrained=True).eval()
         except BadInput as fault:
             raise BadInput("run", config.run, fault.expected) from None
-        return _continue(net, vocabulary, min(WRITTEN, net.block_size or WRITTEN), config)
+        return _continue(net, vocabulary, net.block_size, config, new=WRITTEN)
     results = load_results(config.run)
     if results["experiment"] != NAME:
         of_kd = f"; or one of its nets' folders, as {folder}/seed0/kd" if results["experiment"] == "kd" else ""

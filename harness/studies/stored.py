@@ -1,20 +1,23 @@
 """The file of a teacher's outputs for texts (`--teacher_top_k`): a run that finds it does not load the teacher."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.files import read_text, write_text
 from harness.runs.launch import is_main_process
-from harness.runs.nets import save_net, spec
+from harness.runs.nets import read_spec, save_net, spec
 from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import TEACHER, TEACHERS
 from harness.studies.choices import is_pruned
+from harness.studies.launched import is_job
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
+from lit_modules.nets.recorded import path_of
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.top_k import Tail
 from lit_modules.stored_teacher import Stored, TextStore, form_of, read_texts
@@ -34,6 +37,8 @@ class StoredOutputs:
         writes = any(objective.teacher_writes for objective in self.objectives.values())
         self.needs_weights = writes or any(is_pruned(self.config, arm.net) for arm in listed)
         self._nets: dict[int, StoredTeacher | None] = {}
+        self._files: dict[int, tuple[Path, StoredTeacher]] = {}
+        self._sources: dict[int, str | None] = {}
         self._digest = ""
 
     def check(self) -> None:
@@ -62,18 +67,32 @@ class StoredOutputs:
     def net(self, seed: int) -> StoredTeacher | None:
         """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
 
-        None where a student is made of its weights, or of what it writes: then it is loaded, but does not run.
+        None where a student is made of its weights, or of what it writes: then it is loaded, but does not run. None,
+        too, where the run's folder has the teacher itself: seeds that a run is resumed for get the figures that they
+        would have had at once.
 
         Raises:
             BadInput: the file is there, but changed or damaged.
         """
-        if seed not in self._nets and self.needs_weights:
+        if seed not in self._nets and (not self.is_on or self.needs_weights or self._has_weights(seed)):
             self._nets[seed] = None
         elif seed not in self._nets:
             found = self._file(seed)
             has_test = found is not None and self._record(found[0]).exists()
             self._nets[seed] = found[1] if found is not None and has_test else None
         return self._nets[seed]
+
+    def _has_weights(self, seed: int) -> bool:
+        """Return whether the folder that the run goes on with has the weights of a seed's teacher."""
+        if not (self.config.out and (self.config.resume or is_job())):
+            return False
+        out = Path(self.config.out)
+        folder = out / f"seed{seed}" / TEACHER
+        if (folder / "net.yaml").exists():
+            return not is_stand_in(folder)
+        folders = (path.parent for path in out.glob(f"seed[0-9]*/{TEACHER}/net.yaml"))
+        loaded = [int(other.parent.name.removeprefix("seed")) for other in folders if not is_stand_in(other)]
+        return any(self._source(other) == self._source(seed) for other in loaded)
 
     def take_record(self, seed: int) -> None:
         """Write into the run's folder the record of the teacher's test by an earlier run, and a net of no weights."""
@@ -83,8 +102,7 @@ class StoredOutputs:
             return
         path, _ = self._file(seed) or (Path(), None)
         folder.mkdir(parents=True, exist_ok=True)
-        class_path = f"{type(net).__module__}.{type(net).__name__}"
-        save_net(net, spec(class_path, net.init_args), folder / TEACHER, self.session.net_facts())
+        save_net(net, spec(path_of(StoredTeacher), net.init_args), folder / TEACHER, self.session.net_facts())
         write_text(target, read_text(self._record(path)))
         FitRecord.read(target)
 
@@ -99,15 +117,17 @@ class StoredOutputs:
     def _file(self, seed: int) -> tuple[Path, StoredTeacher] | None:
         """Find a seed's file; None where the teacher is not known without its weights."""
         options = self.options(seed)
-        if options is None or options.source is None:
-            return None
+        if seed in self._files or options is None or options.source is None:
+            return self._files.get(seed)
         data, config = self.session.data, self.config
         net = StoredTeacher(data.num_classes, options.source)
         form = form_of(options, self.objectives, data.num_classes)
         store = TextStore(net, config.teacher_cache_dir, form, data.num_classes, options.source, self.session.tell)
         texts = read_texts(data.train_in_order(), data.places)
         path = store.find(texts, str(self.session.trainer().precision))
-        return None if path is None else (path, net)
+        if path is not None:
+            self._files[seed] = path, net
+        return self._files.get(seed)
 
     def _record(self, path: Path) -> Path:
         """Return the file of the teacher's test: on the same data, judged alike."""
@@ -119,16 +139,29 @@ class StoredOutputs:
 
     def _source(self, seed: int) -> str | None:
         """Return what tells a teacher that is loaded without loading it: its options, and the content of files."""
-        if not has_trained_teacher(self.session):
+        if seed not in self._sources:
+            chosen, config = cli.choice_at(self.config, TEACHER), self.config
+            options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
+            options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
+            is_known = has_trained_teacher(self.session)
+            self._sources[seed] = _digest_options(chosen.class_path, options) if is_known else None
+        return self._sources[seed]
+
+
+def is_stand_in(folder: Path) -> bool:
+    """Return whether a folder's net is one without weights; BadInput if there is none."""
+    return bool(read_spec(folder, "out")["class_path"] == path_of(StoredTeacher))
+
+
+def _digest_options(class_path: str, options: Mapping[str, Any]) -> str | None:
+    """Hash options and the content of files that they name; None for a model of the hub that is not here yet."""
+    known = []
+    for name, value in sorted(options.items()):
+        content = _digest_content(value) if isinstance(value, str) else repr(value)
+        if content is None and name == "name":
             return None
-        chosen, known = cli.choice_at(self.config, TEACHER), []
-        options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
-        for name, value in sorted(options.items()):
-            content = _digest_content(value) if isinstance(value, str) else repr(value)
-            if content is None and name == "name":
-                return None  # a model of the hub that is not here yet
-            known.append((name, content or value))
-        return hashlib.blake2b(repr([chosen.class_path, known]).encode(), digest_size=16).hexdigest()
+        known.append((name, content or value))
+    return hashlib.blake2b(repr([class_path, known]).encode(), digest_size=16).hexdigest()
 
 
 def _digest_content(value: str) -> str | None:

@@ -23,7 +23,7 @@ IN_BLOCKS = {
 def as_transformers(net: nn.Module) -> Any | None:
     """Return a trained net as a model of transformers with the same logits, in eval mode; None if it is none.
 
-    Adapters are merged into its weights, which changes logits by their rounding.
+    Adapters are merged into its weights, which changes logits by their rounding. It has the net's V tokens.
 
     Raises:
         Missing: transformers is not installed.
@@ -31,13 +31,31 @@ def as_transformers(net: nn.Module) -> Any | None:
     if isinstance(net, HuggingFaceLM):
         model: Any = copy.deepcopy(net.model).eval()
         merge_adapters(model)
-        with import_transformers(net.name, "a causal language model") as transformers, suppress(OSError):
-            folder = model_folder(net.name)  # whose settings of generation a smaller model shares, if it has some
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if model.config.vocab_size != net.vocab_size:  # it was padded, or its texts have other tokens
+            model.resize_token_embeddings(net.vocab_size)
         return model
     if isinstance(net, GPT):
         return _gpt2(net)
     return None
+
+
+def set_tokenizer(model: Any, tokenizer: Any, name: str | None) -> None:
+    """Let a model of transformers write with a tokenizer, by the settings of the model `name` if that has the same."""
+    with import_transformers(name or type(model).__name__, "settings of generation") as transformers:
+        model.generation_config = transformers.GenerationConfig()
+        if name is not None:
+            with suppress(OSError):  # it has none
+                model.generation_config = transformers.GenerationConfig.from_pretrained(model_folder(name))
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # it could not be saved: older files set a temperature alone
+            model.generation_config.do_sample = True
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, key)
+        if name is None:
+            setattr(model.config, key, token)
+        if getattr(model.generation_config, key) is None:
+            setattr(model.generation_config, key, token)
 
 
 def _gpt2(net: GPT) -> Any:
@@ -49,7 +67,7 @@ def _gpt2(net: GPT) -> Any:
             vocab_size=weight.shape[0], n_positions=net.block_size, n_embd=weight.shape[1], n_layer=len(net.blocks),
             n_head=first.attention.num_heads, activation_function="gelu", layer_norm_epsilon=net.norm.eps,
             tie_word_embeddings=net.tie_weights, bos_token_id=None, eos_token_id=None,
-            **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), first.dropout1.p),
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), first.dropout1.p), attn_pdrop=first.attention.dropout,
         )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype)
     state = {key: torch.zeros_like(x) if key.endswith(".bias") else x for key, x in model.state_dict().items()}

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.nets.base import evaluating
+from lit_modules.nets.base import evaluating, widen
 
 Decoder = Callable[[Tensor], Tensor]  # the next tokens (b, t), t > 0 -> logits (b, V) after the last of them
-TOLERANCE = 1e-2  # of log-probabilities in float32, between a decoder and one pass
+# Of log-probabilities, between a decoder and one pass; in 16 bits, roundings of the largest logit.
+TOLERANCE, ROUNDINGS = 1e-2, 8
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,6 @@ def check_writer(net: nn.Module, flag: str = "net") -> None:
         first, second = decoder(start), decoder(texts.new_tensor([[0], [0]]))
         expected = net(torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]], device=texts.device))
     pairs = [(first, expected[[0, 1], [2, 0]]), (second, expected[[0, 1], [3, 1]])]
-    errors = [(a.log_softmax(-1) - b.log_softmax(-1)).abs().max() for a, b in pairs]
-    if not max(errors) < TOLERANCE:
+    errors = [(widen(a).log_softmax(-1) - widen(b).log_softmax(-1)).abs().max() for a, b in pairs]
+    if not max(errors) < max(TOLERANCE, ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max())):
         raise BadInput(flag, name, "a model whose cached keys and values of padded texts give the logits of one pass")

@@ -137,7 +137,7 @@ class HuggingFaceLM(Net):
             else:
                 self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
             self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-            self._window = getattr(settings, "sliding_window", None) or math.inf
+            self._window, self._longest = getattr(settings, "sliding_window", None) or math.inf, block_size - 1
             self.stages = _find_blocks(self.model)
             if lora_rank:
                 add_adapters(self.model, lora_rank)
@@ -170,8 +170,9 @@ class HuggingFaceLM(Net):
             places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             options["position_ids"] = places if starts is None else places - starts
         if starts is not None:
-            if not self._takes_positions or self._window < tokens.shape[1]:
+            if not self._takes_positions or self._window < max(self._longest, tokens.shape[1]):
                 expected = f"false: {type(self.model).__name__} has no positions of its texts, or attends in a window"
+                expected += f" of {self._window:,} tokens, fewer than --data.max_length" * (self._window < math.inf)
                 raise BadInput("data.pack", True, expected)
             kind = next(self.model.parameters()).dtype
             apart = torch.zeros((), dtype=kind, device=tokens.device)

@@ -85,8 +85,11 @@ def observe(layers: Mapping[str, nn.Module], inputs: Collection[str] = ()) -> It
     """
     features: dict[str, Any] = {}
 
-    def keep(name: str, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
+    def keep(name: str, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
         features[name] = output
+        # The net goes on with a view, in which the gradients of all its readers are added before that of the feature:
+        # so a pipeline adds them, to which floats give other bits in another order.
+        return output.view_as(output) if isinstance(output, Tensor) and output.requires_grad else None
 
     def keep_input(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         features[name] = args[0].clone() if getattr(module, "inplace", False) else args[0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Net, evaluating
+from lit_modules.nets.generation import ROUNDINGS
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.importance import Say, Subset, TokenLoss, drop_blocks, largest, mean_inputs
@@ -19,6 +20,7 @@ HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_at
 HEAD_COLUMNS = "self_attn.o_proj"
 MLP_ROWS, MLP_COLUMNS = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 GPT2_ROWS, GPT2_COLUMNS = ("mlp.c_fc",), "mlp.c_proj"  # whose weights are transposed
+TRIED = 8  # tokens
 
 
 class Kept(NamedTuple):
@@ -83,8 +85,6 @@ class Pruned(Net):
             raise BadInput(
                 "lora_rank", self.lora_rank, f"0 for a {type(teacher).__name__}, or a HuggingFaceLM as teacher"
             )
-        if rank := getattr(teacher, "init_args", {}).get("lora_rank"):
-            raise BadInput("teacher.lora_rank", rank, "0: Pruned is made of weights without adapters")
         count, kept = len(blocks), self.layers
         if isinstance(kept, list):
             if not kept or sorted({*kept}) != kept or not 0 <= kept[0] <= kept[-1] < count:
@@ -96,8 +96,11 @@ class Pruned(Net):
         if self.heads is not None:
             config = _config(teacher, "heads", self.heads)
             has, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", 0)
-            if getattr(config, "head_dim", None) is None or not groups or not _has(blocks[0], *HEAD_ROWS, HEAD_COLUMNS):
+            if not groups or not _has(blocks[0], *HEAD_ROWS, HEAD_COLUMNS):
                 raise BadInput("heads", self.heads, f"a teacher of Llama's kind; {type(config).__name__} is not")
+            if getattr(config, "head_dim", None) is None:  # heads would be wider if there were fewer
+                expected = f"a teacher whose configuration has head_dim; {type(config).__name__} has none"
+                raise BadInput("heads", self.heads, expected)
             share = has // groups
             if not 1 <= self.heads <= has or self.heads % share:
                 raise BadInput("heads", self.heads, f"1 to {has} heads, a multiple of the {share} that share a key")
@@ -139,29 +142,67 @@ class Pruned(Net):
         return kept
 
     def make(self, teacher: nn.Module, kept: Kept) -> nn.Module:
-        """Return a net of the teacher's class with what is kept of its weights."""
-        path, _ = find_blocks(teacher)
-        net = _smaller(teacher, kept, self.lora_rank)
-        if next(teacher.parameters()).dtype == torch.float64:
-            net.double()
-        state = dict[str, Tensor]()
-        for key, value in teacher.state_dict().items():
-            number, rest = _place(key, path)
-            if number is None:
-                state[key] = value
-            elif number in kept.blocks:
-                place = kept.blocks.index(number)
-                state[f"{path}.{place}.{rest}"] = _cut(rest, value, kept, place, teacher)
-        ours = net.state_dict()
-        adapted = {key: f"{layer}.base_layer.{kind}" for key in state for layer, _, kind in [key.rpartition(".")]}
-        state = {adapted[key] if adapted[key] in ours else key: value for key, value in state.items()}
-        net.load_state_dict({key: value for key, value in ours.items() if "lora_" in key} | state)
-        net.kept_blocks = tuple(kept.blocks)  # type: ignore[assignment]
+        """Return a net of the teacher's class with what is kept of its weights.
+
+        Raises:
+            BadInput: blocks of the teacher compute something else at other places.
+        """
+        net, (_, blocks) = _make(teacher, kept, self.lora_rank), find_blocks(teacher)
+        if len(kept.blocks) < len(blocks):
+            is_whole = kept.heads is None and kept.channels is None
+            whole = net if is_whole else _make(teacher, kept._replace(heads=None, channels=None), self.lora_rank)
+            if not _computes_as(whole, teacher, kept.blocks):
+                kind = type(teacher.model if isinstance(teacher, HuggingFaceLM) else teacher).__name__
+                expected = f"all blocks: those of this {kind} compute something else at other places"
+                raise BadInput("layers", self.layers, expected)
         return net
+
+
+def _make(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
+    """Return a net of the teacher's class with what is kept of its weights, unchecked."""
+    path, _ = find_blocks(teacher)
+    net = _smaller(teacher, kept, lora_rank)
+    if next(teacher.parameters()).dtype == torch.float64:
+        net.double()
+    state = dict[str, Tensor]()
+    for key, value in teacher.state_dict().items():
+        number, rest = _place(key, path)
+        if number is None:
+            state[key] = value
+        elif number in kept.blocks:
+            place = kept.blocks.index(number)
+            state[f"{path}.{place}.{rest}"] = _cut(rest, value, kept, place, teacher)
+    ours = net.state_dict()
+    adapted = {key: f"{layer}.base_layer.{kind}" for key in state for layer, _, kind in [key.rpartition(".")]}
+    state = {adapted[key] if adapted[key] in ours else key: value for key, value in state.items()}
+    net.load_state_dict({key: value for key, value in ours.items() if "lora_" in key} | state)
+    net.kept_blocks = tuple(kept.blocks)  # type: ignore[assignment]
+    return net
+
+
+def _computes_as(net: nn.Module, teacher: nn.Module, kept: Sequence[int]) -> bool:
+    """Return whether a net has the logits of the teacher with these of its blocks, on a few tokens."""
+    path, blocks = find_blocks(teacher)
+    config = teacher.model.config if isinstance(teacher, HuggingFaceLM) else None
+    settings = {} if config is None else _settings_of_blocks(config, kept)
+    before = {name: getattr(config, name) for name in settings}
+    tokens = torch.arange(TRIED)[None] % int(teacher.init_args["vocab_size"])  # type: ignore[index]
+    try:
+        for name, value in settings.items():  # the model reads some of them, too
+            setattr(config, name, value)
+        with evaluating(teacher), evaluating(net), Subset(teacher, path, [blocks[number] for number in kept]):
+            expected, logits = teacher(tokens), net(tokens)
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+    rounding = 1e-4 if expected.dtype.itemsize > 2 else ROUNDINGS * torch.finfo(expected.dtype).eps
+    return bool((logits - expected).abs().max() <= rounding * expected.abs().max())
 
 
 def find_blocks(net: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the path and the list of a language model's blocks; BadInput if the net is none that can be pruned."""
+    if isinstance(net, HuggingFaceLM) and (rank := net.init_args["lora_rank"]):
+        raise BadInput("teacher.lora_rank", rank, "0: Pruned is made of a model's weights, without adapters")
     if isinstance(net, HuggingFaceLM | GPT):
         for path, module in net.named_modules():
             if isinstance(module, nn.ModuleList) and len(module):
@@ -182,6 +223,18 @@ def _kinds_of_blocks(net: nn.Module) -> list[str]:
     return getattr(config, "layer_types", None) or []
 
 
+def _settings_of_blocks(config: Any, blocks: Sequence[int]) -> dict[str, list[Any]]:
+    """Return those settings of these blocks of which the configuration has one for each block, as `layer_types`."""
+    settings = {
+        name: [value[number] for number in blocks]
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and not name.endswith("_token_id")
+    }
+    if "attention_layers" in settings and hasattr(config, "attention_types"):  # GPT-Neo's, whose short form this is
+        settings["attention_types"] = [[[kind], 1] for kind in settings["attention_layers"]]
+    return settings
+
+
 def _head_norms(config: Any, x: Tensor) -> Tensor:
     """Return the sum of the norms of heads' outputs (n, heads * width) in each group that shares a key: (n, groups)."""
     norms = x.unflatten(1, (config.num_attention_heads, -1)).norm(dim=2)
@@ -197,7 +250,7 @@ def _mlp_output(block: nn.Module) -> str:
     """Return the path of the last layer of a block's MLP; BadInput if it is of another kind."""
     if _has(block, *MLP_ROWS, MLP_COLUMNS):
         return MLP_COLUMNS
-    if _has(block, *GPT2_ROWS, GPT2_COLUMNS):
+    if _has(block, *GPT2_ROWS, GPT2_COLUMNS) and not isinstance(block.get_submodule(GPT2_COLUMNS), nn.Linear):
         return GPT2_COLUMNS
     raise BadInput("mlp", type(block).__name__, "a teacher whose blocks have the MLP of Llama or GPT-2")
 
@@ -209,8 +262,7 @@ def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
         return GPT(**{**arguments, "num_layers": len(kept.blocks)})
     config = _config(teacher, "layers", None)
     changes: dict[str, Any] = {"num_hidden_layers": len(kept.blocks)}
-    if kinds := _kinds_of_blocks(teacher):
-        changes["layer_types"] = [kinds[number] for number in kept.blocks]
+    changes |= _settings_of_blocks(config, kept.blocks)
     if kept.heads is not None:
         groups, share = len(kept.heads[0]), config.num_attention_heads // config.num_key_value_heads
         changes |= {"num_key_value_heads": groups, "num_attention_heads": groups * share, "head_dim": config.head_dim}

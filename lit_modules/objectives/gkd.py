@@ -60,6 +60,10 @@ class GKD(LogitObjective):
             raise BadInput("beta", beta, "a number from 0 to 1")
         self.beta = beta
         self.gkd_weight, self.ce_weight = weight("gkd_weight", gkd_weight), weight("ce_weight", ce_weight)
+        if on_policy and not gkd_weight:
+            raise BadInput(
+                "gkd_weight", gkd_weight, "above 0 beside on_policy: a student's own texts have no other loss"
+            )
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         divergence = generalized_jsd(*self.log_probabilities(student, teacher), self.beta)

@@ -15,6 +15,7 @@ from apprentice import replicas
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput, reason
 from lit_modules.nets import Outputs
+from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective
 from lit_modules.stored_teacher.file import FLAG, VERSION, Layout, Part, check_blocks, locked, read_layout
@@ -261,8 +262,9 @@ def _plain(record: np.dtype) -> list[Any]:
 
 
 def digest_weights(net: nn.Module) -> str:
-    """Hash the names, shapes and values of a net's weights, its class and its arguments."""
-    arguments = {name: x for name, x in getattr(net, "init_args", {}).items() if not isinstance(x, str)}
+    """Hash the names, shapes and values of a net's weights, its class and the arguments that rebuild it."""
+    rebuilt = net.rebuild_arguments(net.init_args) if isinstance(net, Recorded) else getattr(net, "init_args", {})
+    arguments = {name: x for name, x in rebuilt.items() if not isinstance(x, str)}
     digest = hashlib.blake2b(repr([type(net).__name__, sorted(arguments.items())]).encode(), digest_size=16)
     for name, x in sorted(net.state_dict().items()):
         digest.update(repr((name, tuple(x.shape), x.dtype)).encode())

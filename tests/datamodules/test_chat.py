@@ -140,6 +140,54 @@ def test_an_epoch_goes_on_where_it_was_cut_off(options: dict[str, Any], tmp_path
         assert torch.equal(batch.labels, other.labels)
 
 
+def test_messages_of_a_column_of_prompts_are_not_learned(tmp_path: Path) -> None:
+    def turns(last: str) -> list[dict[str, str]]:
+        texts = {"user": "hi", "assistant": "yes?", "tool": last}
+        return [{"role": role, "content": text} for role, text in texts.items()]
+
+    lines = [{"prompt": turns(f"why {i}"), "response": "so"} for i in range(4)]
+    lines[3]["prompt"] = turns("why 0")[1:]  # begins with the assistant
+    data = Chat(write_lines(tmp_path / "chat.jsonl", lines), validation_size=0, test_size=1)
+    _, labels = data.split("train").take(torch.arange(3))
+    assert [learned(data, row) for row in labels] == [f"so{END}"] * 3
+    assert data.vocabulary.decode(data.split("train").prompt(0)).count(ASSISTANT) == 2
+    assert len(set(data.split("train").file.index["prompt"])) == 4  # prompts differ after the assistant's first turn
+
+
+def test_bytes_are_those_of_tokens_that_are_learned(tmp_path: Path) -> None:
+    lines = [{"prompt": "ab", "response": "ăăăă"}, {"prompt": "a", "response": "bc"}]
+    path = write_lines(tmp_path / "chat.jsonl", lines)
+    data = Chat(path, test_path=path, max_length=10, text="response")
+    with pytest.raises(BadInput, match="none trains") as error:
+        data.setup()
+    assert error.value.argument == "data.test_path"
+    data = Chat(path, validation_size=0, test_size=1, max_length=10)
+    file = data.split("train").file
+    assert file.index["learned"].tolist() == [5, 3]  # two letters and a half; two letters and an end
+    assert file.index["bytes"].tolist() == [5, 2]
+
+
+def test_conversations_that_the_assistant_begins_are_left_out_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [("assistant", "Hello"), ("user", "hi"), ("assistant", "b")]
+    turns = [{"role": role, "content": text} for role, text in texts]
+    lines = [{"messages": turns[n:]} for n in (1, 0, 1)]
+    lines[2]["messages"] = [{"role": "user", "content": "ho"}, turns[2]]
+    Chat(write_lines(tmp_path / "chat.jsonl", lines), validation_size=0, test_size=1).setup()
+    assert "1 of which the assistant's turn is the first (line 2)" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_test_file_names_its_flag(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", rows(5))
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, expected in {"none": "not there", "bad": "line 1 is a list", "empty": "is empty"}.items():
+        with pytest.raises(BadInput, match=expected) as error:
+            Chat(path, test_path=tmp_path / f"{name}.jsonl").setup()
+        assert error.value.argument == "data.test_path"
+
+
 FAULTS: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "empty": (b"\n\n", {}, "data.path", "this one is empty"),
     "no JSON": (b'{"prompt": "a", "response": "b"}\nhello\n', {}, "data.path", "line 2 is none"),

@@ -1,5 +1,6 @@
 """Chat templates of Hugging Face: the tokens that an assistant generates are learned, or the template is refused."""
 
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,15 @@ COUNTS = (  # what it renders of one turn changes with another
     "{% for m in messages %}{{ messages|length }}{{ messages[-1]['content']|length }}<|im_start|>{{ m['role'] }}\n"
     "{{ m['content'] }}<|im_end|>{% endfor %}"
 )
+UNMARKED = MARKED.replace("== 'assistant'", "== 'model'")  # marks the turns of a role that there is not
+CROSSED = (  # marks begin within a token
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}qui{% generation %}{{ m['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+SPACE = (  # no end token, and a prompt that ends within a token
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 SILENT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n<|im_end|>{% endfor %}"
 
 
@@ -81,8 +91,19 @@ def _rules(folder: Path) -> None:
     assert "renders the first turns" in bad_input(text, COUNTS)
     assert "shows the contents of turns" in bad_input(text, SILENT)
     assert "of line 1 it says: no" in bad_input(text, "{{ raise_exception('no') }}")
+    assert "it marks nothing of a turn" in bad_input(ChatTemplate(words, UNMARKED).ends)
+    assert ChatTemplate(words, SPACE).ends() == (2,)
+    crossing = ChatTemplate(words, CROSSED)
+    encoded = crossing.encode(conversation(("user", "fox"), ("assistant", "ck dog")))
+    assert (encoded.cut, learned(crossing, encoded)) == (1, " dog<|im_end|>")
+    for made in (ChatTemplate(words), ChatTemplate(words, MARKED)):
+        encoded = made.encode(conversation()._replace(prompted=4))
+        assert learned(made, encoded) == "lazy <|im_end|>"
+        assert encoded.sizes[encoded.learned].sum() == len("lazy ")
+    _faults(words)
     template = ChatTemplate(words)
     template.template = None
+    assert template.ends() == template.ends_of_texts() == (2,)
     assert "--data.template FILE brings one" in bad_input(template.encode, conversation())
     plain = template.encode(Conversation("line 1", (), "the fox"))
     assert learned(template, plain) == "the fox<|im_end|>"
@@ -90,6 +111,31 @@ def _rules(folder: Path) -> None:
     border = ChatTemplate(words, TEMPLATE.replace("<|im_start|>assistant\n", "qui").replace("<|im_start|>{{", "{{"))
     crossed = border.encode(conversation(("user", "fox"), ("assistant", "ck dog")))
     assert crossed.cut <= 2
+
+
+def _faults(words: Subwords) -> None:
+    dates = "{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"
+    one, other = (ChatTemplate(words, date + TEMPLATE).encode(conversation()).tokens.tolist() for date in dates)
+    assert one == other  # on any day
+    assert "strftime_now of a text" in bad_input(ChatTemplate, words, "{{ strftime_now(format) }}" + TEMPLATE)
+    words.tokenizer.chat_template = {"tools": SILENT, "default": TEMPLATE}
+    assert ChatTemplate(words).template == TEMPLATE
+    words.tokenizer.chat_template = {"tools": SILENT, "rag": SILENT}
+    assert "one called default; it has tools, rag" in bad_input(ChatTemplate, words)
+    words.tokenizer.chat_template = TEMPLATE
+    lone = conversation(("user", "\ud800"), ("assistant", "a"))
+    assert "takes the text of line 1" in bad_input(ChatTemplate(words).encode, lone)
+    whole, words.tokenizer = words.tokenizer, lambda text, **_: {"input_ids": [1]}
+    assert "takes the text of a" in bad_input(_of(words, whole)._tokenize, "a", [], "a")
+    words.tokenizer = whole
+
+
+def _of(slow: Subwords, fast: Any) -> ChatTemplate:
+    """A template whose tokenizer does not say where its tokens stand."""
+    tokenizer, slow.tokenizer = slow.tokenizer, fast
+    made = ChatTemplate(slow)
+    made.tokenizer = tokenizer
+    return made
 
 
 def _chat(folder: Path) -> None:
@@ -106,6 +152,9 @@ def _chat(folder: Path) -> None:
 
     net = HuggingFaceLM(str(folder / "hf"), data.num_classes, 128, pretrained=True).double()
     check_keeps_apart(net, "teacher")
+    save_llama(folder / "window", max_position_embeddings=128, sliding_window=16)
+    narrow = HuggingFaceLM(str(folder / "window"), data.num_classes, 128)
+    assert "a window of 16 tokens, fewer than --data.max_length" in bad_input(check_keeps_apart, narrow, "teacher")
     losses, gradients = [], []
     for rows_of in (batch, packed):
         net.zero_grad()
@@ -122,6 +171,8 @@ def _chat(folder: Path) -> None:
     common = ["--seeds", "1", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--out", str(folder / "run")]
     kd.main([*flags, *nets, *common])
     assert results(folder / "run")["students"]["kd"]["test_loss"][0] > 0
+    config = json.loads((folder / "run" / "seed0" / "kd" / "hf" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == list(data.end_tokens) == [2]
 
 
 SPECIAL = re.compile(r"<[|｜][^>'\"{}]*?[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?INST\]|<\|?turn\|?>|<\|im_end\|>")

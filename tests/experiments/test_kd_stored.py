@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import kd
+from harness.runs.nets import load_net
 from lit_modules.stored_teacher.file import Part
-from tests.commands import kill_at, results, start
+from tests.commands import bad_input, kill_at, results, start
 from tests.language import written
 
 STUDENT = ["--student", "GPT", "--student.num_layers", "1", "--student.num_heads", "1", "--student.embed_dim", "8"]
@@ -53,6 +55,37 @@ def test_a_later_run_does_not_load_the_teacher(loaded: list[str], tmp_path: Path
     grown = results(tmp_path / "second")["students"]["kd"]["test_loss"]
     assert len(grown) == 2
     assert grown[0] == results(tmp_path / "first")["students"]["kd"]["test_loss"][0]
+    line = "expected a net with weights; the run read this teacher's outputs, and did not load it"
+    assert line in bad_input(load_net, tmp_path / "second" / "seed0" / "teacher")
+    # A student of another temperature needs the teacher itself.
+    monkeypatch.undo()
+    hot = ["--variants.hot.class_path", "Hinton", "--variants.hot.temperature", "5"]
+    only = ["--only", "kd", "reverse", "warm", "hot"]
+    kd.main(["--out", str(tmp_path / "second"), "--resume", "true", *hot, *only])
+    assert len(results(tmp_path / "second")["students"]["hot"]["test_loss"]) == 2
+
+
+def test_seeds_that_are_added_have_the_figures_of_a_run_of_all(loaded: list[str], tmp_path: Path) -> None:
+    one, two = ([*STORED, str(tmp_path / name)] for name in ("one", "two"))
+    kd.main([*loaded, *one, "--out", str(tmp_path / "grown")])
+    kd.main(["--out", str(tmp_path / "grown"), "--resume", "true", "--seeds", "2"])
+    kd.main([*loaded, *two, "--seeds", "2", "--out", str(tmp_path / "whole")])
+    grown, whole = (results(tmp_path / name)["students"]["kd"] for name in ("grown", "whole"))
+    assert grown["test_agreement"] == whole["test_agreement"]
+    assert None not in grown["test_agreement"]
+
+
+def test_averages_of_a_teachers_weights_have_a_file_of_their_own(loaded: list[str], tmp_path: Path) -> None:
+    weights = torch.load(loaded[-1])
+    both = {"state_dict": weights, "state_dict_ema": {name: x / 2 for name, x in weights.items()}}
+    torch.save(both, tmp_path / "both.pt")
+    flags = [*loaded[:-1], str(tmp_path / "both.pt"), "--only", "kd", *STORED, str(tmp_path / "kept")]
+    losses = []
+    for averaged in ("false", "true"):
+        kd.main([*flags, "--teacher_ckpt_ema", averaged, "--out", str(tmp_path / averaged)])
+        losses.append(results(tmp_path / averaged)["teacher"]["test_loss"])
+    assert losses[0] != losses[1]
+    assert len([*(tmp_path / "kept").glob("*.topk")]) == 2
 
 
 def test_settings_that_cannot_be_stored_are_refused(loaded: list[str], tmp_path: Path, refusal: Any) -> None:

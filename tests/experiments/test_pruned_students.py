@@ -1,5 +1,6 @@
 """kd.py with students made of the teacher's weights: recorded, the same on ranks and after a resume, wrong options."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 
 from experiments import gpt, kd
 from harness.runs.nets import load_net, read_spec
+from harness.studies import language_model
 from tests.commands import results
 from tests.language_parts import save_llama
 from tests.processes import Run
@@ -107,7 +109,23 @@ def _same_logits(folder: Path, atol: float = 1e-5) -> Any:
     return tokenizer
 
 
+FAILING = """from lit_modules.objectives import CrossEntropy, Term
+class Fails(CrossEntropy):
+    def forward(self, student, teacher, labels):
+        ce = super().forward(student, teacher, labels)["ce"]
+        return {"ce": Term(ce.values * (float("inf") if self.training else 1), 1.0)}
+"""
+
+
 def _folder_of_gpt(folder: Path) -> None:
+    (folder / "failing.py").write_text(FAILING)
+    os.chdir(folder)
+    failing = ["--variants.bad", "failing.Fails", "--only", "ce", "kd", "bad"]
+    exported = ["--export", str(folder / "exported")]
+    kd.main(_flags(folder, *failing, *exported, "--out", str(folder / "failed")))
+    assert results(folder / "failed")["students"]["bad"]["failed"][0]
+    assert sorted(path.parent.name for path in (folder / "failed" / "seed0").glob("*/hf")) == ["ce", "kd"]
+    assert sorted(path.name for path in (folder / "exported").iterdir()) == ["ce", "kd"]
     kd.main(_flags(folder, "--out", str(folder / "run")))
     for name in ("ce", "kd"):
         tokenizer = _same_logits(folder / "run" / "seed0" / name)
@@ -139,6 +157,9 @@ def _folder_of_llama(folder: Path) -> None:
     assert tokenizer.get_vocab() == whole.get_vocab()
     config = transformers.GenerationConfig.from_pretrained(folder / "run" / "seed0" / "kd" / "hf")
     assert (config.eos_token_id, config.temperature) == ([2, 0], 0.5)
+    with pytest.MonkeyPatch.context() as patch:  # a prompt is not among the tokens that it may write
+        patch.setattr(language_model, "WRITTEN", 1)
+        gpt.main(["--sample", "the quick brown fox", "--run", str(folder / "lm")])
     for name in ("seed0/teacher", "seed0/kd", "seed0/kd/hf", "../lm"):
         gpt.main(["--sample", "the quick", "--run", str(folder / "run" / name), "--samples", "2"])
 

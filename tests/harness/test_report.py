@@ -262,6 +262,9 @@ def test_confusions_count_every_sample(found: Results) -> None:
     assert taken == (truth + 1) % CLASSES
     others = np.mean([shares[name] for name in ("ce", "kd", "hint")], axis=0) - 2 * np.eye(CLASSES)
     assert share == pytest.approx(others.max())
+    unseen = replace(found, classes=[*NAMES, "in training alone"])
+    assert mistakes.confusions(unseen)["ce"].shape == (CLASSES + 1, CLASSES + 1)
+    assert len(mistakes.matrices(unseen)) == len(found.nets)
 
 
 def test_the_most_confused_are_wrong_most_often(found: Results) -> None:

@@ -166,6 +166,7 @@ def test_results_and_page_have_single_and_corrected_intervals():
     assert found.students["ce"].delta_vs_ce_corrected is None
 
 
+@pytest.mark.drawn
 def test_the_picture_draws_the_differences_of_the_sentence(monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "_differences", lambda axes, dots, compared, label: drawn.append((compared, label)))

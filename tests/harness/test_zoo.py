@@ -1,4 +1,4 @@
-"""All methods that the package exports, in one pass: each ends with the bits that it has alone."""
+"""All methods of images that the package exports, in one pass: each ends with the bits that it has alone."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from lit_modules.objectives import Hint, Hinton, Objective
 from lit_modules.teacher import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
 from tests.grids import mostly_slow
+from tests.language import OF_TEXTS
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 
 TEACHER: Callable[[], nn.Module] = partial(net, ResNet, seed=1, depth=14)
@@ -30,13 +31,7 @@ STUDENTS: dict[str, Callable[..., nn.Module]] = {  # a method learns by the firs
     "vit": partial(net, ViT, distillation_token=True),
 }
 NEEDS = zoo.needs()
-OF_TEXTS = {
-    "AttentionScores",
-    "HiddenStates",
-    "MiniLM",
-    "SequenceLevel",
-}  # that no net of images fits: see test_text_distillation
-METHODS = sorted({*NEEDS} - OF_TEXTS)
+METHODS = sorted(NEEDS.keys() - OF_TEXTS)
 
 
 def members(method: str) -> dict[str, Objective]:
@@ -175,6 +170,6 @@ def test_the_diagram_has_every_method_and_tells_what_relates_samples() -> None:
     (diagram,) = re.findall(r"^```mermaid\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     boxes = re.findall(r'\["<b>(.*?)</b><br>(.*)"\]', diagram)
     kinds = {name: kind for kind, names in boxes for name in re.findall(r"\w+", names)}
-    assert {*NEEDS} <= kinds.keys()
+    assert NEEDS.keys() <= kinds.keys()
     related = {method for method in METHODS if members(method)[method].relates_rows}
     assert {method for method, kind in kinds.items() if "relations" in kind} == related

@@ -13,19 +13,25 @@ from datamodules.as_tokenizers import as_tokenizer
 from datamodules.chat_templates import MarkedTurns
 from datamodules.conversations import Conversation
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, pipeline_stages
-from lit_modules.nets.as_transformers import as_transformers
+from lit_modules.nets.as_transformers import as_transformers, set_tokenizer
+from lit_modules.stored_teacher import Form, Stored, TextStore
 from tests.commands import bad_input
 from tests.language_parts import save_llama
 from tests.processes import Run
 
 pytestmark = pytest.mark.extras("transformers")
-TEXT = "the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
+TEXT = "ă the quick\tbrown  fox\n\njumps! Über\x00 ñ 'don't' <|x|>\n"
 
 
-@pytest.mark.parametrize("what", ["models", "tokenizers", "checkpointing"])
+@pytest.mark.parametrize("what", ["models", "tokenizers", "checkpointing", "other tokens"])
 def test_as_transformers(what: str, tmp_path: Path) -> None:
     run = Run(
-        {"models": _models, "tokenizers": _tokenizers, "checkpointing": _checkpointing}[what],
+        {
+            "models": _models,
+            "tokenizers": _tokenizers,
+            "checkpointing": _checkpointing,
+            "other tokens": _other_tokens,
+        }[what],
         tmp_path,
         log=tmp_path / "log",
     )
@@ -50,6 +56,8 @@ def _models(folder: Path) -> None:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / str(number)).eval()
         torch.testing.assert_close(theirs(tokens).logits, single(tokens), rtol=1e-5, atol=1e-5)
     assert as_transformers(LightNN((1, 8, 8))) is None
+    config = as_transformers(GPT(60, 16, 1, 2, 8, dropout=0.1, attention_dropout=0.2)).config
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.1, 0.1, 0.2)
 
 
 def _tokenizers(folder: Path) -> None:
@@ -71,7 +79,42 @@ def _tokenizers(folder: Path) -> None:
         assert theirs.apply_chat_template(turns)["input_ids"] == encoded
         prompt = theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
         assert prompt == encoded[: len(prompt)]
-        assert encoded[-1] == theirs.eos_token_id
+        assert encoded[-1] == marked.ends()[0]
+        assert theirs.eos_token_id == (None if name == "bytes" else encoded[-1])  # "ă" stands for the byte 3
+    with pytest.raises(Exception, match=r"\[UNK\]"):
+        theirs("€")
+
+
+def _other_tokens(folder: Path) -> None:
+    """A model has the tokens of its texts, and settings of generation of its name only if those are its own."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    save_llama(folder / "lm")
+    (folder / "lm" / "generation_config.json").write_text('{"eos_token_id": [2, 0], "temperature": 0.5}')
+    net = HuggingFaceLM(str(folder / "lm"), 20, 8).eval()
+    vocabulary, theirs = Vocabulary("abcdefghijklmnopqrst"), transformers.AutoTokenizer.from_pretrained(folder / "lm")
+    for tokenizer, name in ((as_tokenizer(vocabulary), None), (theirs, net.name)):
+        model = as_transformers(net)
+        set_tokenizer(model, tokenizer, name)
+        model.save_pretrained(folder / "hf")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+        tokens = torch.arange(8)[None]
+        assert torch.equal(model(tokens).logits, net(tokens))
+        settings = model.generation_config
+        if name is None:
+            assert (settings.eos_token_id, model.config.eos_token_id) == (None, None)
+            assert settings.temperature != 0.5
+        else:
+            assert (settings.eos_token_id, model.config.eos_token_id) == ([2, 0], 2)
+            assert (settings.do_sample, settings.temperature) == (True, 0.5)
+    # Weights that a run saved have the digest of those that it loaded.
+    whole = HuggingFaceLM(str(folder / "lm"), 290, 8, pretrained=True)
+    again = HuggingFaceLM(**whole.rebuild_arguments(whole.init_args))
+    again.load_state_dict(whole.state_dict())
+    form = Form.of(Stored("all"), {1.0}, 290)
+    loaded, saved = (TextStore(net, folder, form, 290, None, print).weights for net in (whole, again))
+    assert loaded == saved
 
 
 def _checkpointing(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import Ensemble
 from lit_modules.nets.token_head import HIDDEN, find_token_head
 from lit_modules.tasks import Tokens
+from lit_modules.token_losses import _Chunks
 from tests.grids import mostly_slow
 from tests.language import gpt, text
 from tests.training import assert_same, fit, on, weights
@@ -117,6 +119,33 @@ def test_under_autocast_they_are_those_of_16_bits() -> None:
     torch.testing.assert_close(made[3][0], made[0][0], rtol=1e-3, atol=1e-3)
     for name, x in made[3][2].items():
         torch.testing.assert_close(x, made[0][2][name], rtol=0.05, atol=3e-3)
+
+
+def test_slopes_that_float16_cannot_hold_reach_the_weights() -> None:
+    """Backward scales losses, as its precision needs; what the forward makes before that must not be 0."""
+    batch, scale, gradients = Batch.of(texts(), 0), 2.0**16, list[Tensor]()
+    batch = batch._replace(label_weight=1e-7 * torch.as_tensor(batch.label_weight))
+    for size, kind in ((3, torch.float16), (3, torch.float32)):
+        made = module(size, "kd").float()
+        with torch.autocast("cpu", torch.float16, enabled=kind == torch.float16):
+            loss, _ = made.losses(made(batch.inputs), batch)
+        (loss * scale).backward()
+        tiny = torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]) / scale
+        gradients.append(tiny)
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()
+
+
+def test_gradients_of_heads_in_float16_are_scaled_before_they_are_rounded() -> None:
+    hidden, weight = (torch.randn(n, 4).half().requires_grad_() for n in (6, 5))
+
+    def terms(i: int, logits: Tensor, teacher: Any, part: slice) -> Tensor:
+        return (logits * 1e-9).sum()
+
+    (loss,) = _Chunks.apply(terms, SimpleNamespace(of_chunk=lambda part: None), 2, hidden, weight, None)
+    (loss * 2.0**26).backward()
+    expected = 1e-9 * 2.0**26 * weight.detach().float().sum(0).expand(6, -1)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.float(), expected, rtol=2e-3, atol=1e-6)
 
 
 def test_an_ensemble_and_a_net_that_changes_its_logits_give_them_all() -> None:

@@ -102,6 +102,10 @@ def _their_models(folder: Path) -> None:
     check_against_loop(nets["gpt2"])
     with pytest.raises(BadInput, match="cached keys"):  # its attention to padding alone is NaN
         check_writer(nets["bloom"])
+    large = HuggingFaceLM(str(folder / "llama"), 11, 12, dtype="bfloat16")
+    with torch.no_grad():
+        large.model.get_output_embeddings().weight.mul_(500)  # logits of 40, of which bfloat16 has every fourth
+    check_writer(large)
 
 
 def test_draws_follow_the_logits_and_their_options() -> None:

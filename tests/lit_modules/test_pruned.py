@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, Pruned
-from lit_modules.nets.importance import TokenLoss, drop_blocks
+from lit_modules.nets.importance import Subset, TokenLoss, drop_blocks
 from lit_modules.nets.pruned import find_blocks
 from tests.commands import bad_input
 from tests.language_parts import save_llama, save_tokenizer
@@ -102,10 +102,10 @@ def test_teachers_of_other_kinds_are_refused() -> None:
     assert bad_input(Pruned(layers=1).first, LightNN((1, 8, 8))).startswith("teacher LightNN: expected HuggingFaceLM")
 
 
-@pytest.mark.extras("transformers")
-@pytest.mark.parametrize("what", ["llama", "gpt2"])
+@pytest.mark.extras("transformers", "peft")
+@pytest.mark.parametrize("what", ["llama", "gpt2", "places"])
 def test_models_of_transformers(what: str, tmp_path: Path) -> None:
-    checks: dict[str, Callable[[Path], None]] = {"llama": _llama, "gpt2": _gpt2}
+    checks: dict[str, Callable[[Path], None]] = {"llama": _llama, "gpt2": _gpt2, "places": _places}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
     assert run.wait() == 0, run.output
 
@@ -178,3 +178,48 @@ def _gpt2(folder: Path) -> None:
     net.model.transformer.h = torch.nn.ModuleList(blocks[number] for number in kept.blocks)
     torch.testing.assert_close(smaller(TOKENS), net(TOKENS), rtol=1e-9, atol=1e-9)
     assert bad_input(Pruned(heads=1).first, net) == "heads 1: expected a teacher of Llama's kind; GPT2Config is not"
+
+
+def _places(folder: Path) -> None:
+    """Settings of single blocks go with them; blocks that compute by their place, and other layers, are refused."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 32, "pad_token_id": None}
+    heads = {"num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1}
+    neo = {"attention_types": [[["global", "local"], 2]], "window_size": 2}
+    scaled = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=16, n_layer=4, n_head=2, scale_attn_by_inverse_layer_idx=True
+    )
+    configs = {
+        "smollm3": transformers.SmolLM3Config(**sizes, **heads, no_rope_layers=[1, 0, 1, 0]),
+        "neo": transformers.GPTNeoConfig(vocab_size=64, hidden_size=16, num_layers=4, num_heads=2, **neo),
+        "starcoder2": transformers.Starcoder2Config(**sizes, **heads),
+        "qwen2": transformers.Qwen2Config(**sizes, **heads),
+        "scaled": scaled,
+    }
+    nets = {}
+    for name, config in configs.items():
+        config.save_pretrained(folder / name)
+        nets[name] = HuggingFaceLM(str(folder / name), 64, 16).double().eval()
+        for parameter in nets[name].parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    pruned = Pruned(layers=[1, 2])
+    for name in ("smollm3", "neo", "starcoder2", "qwen2"):
+        smaller = pruned.make(nets[name], pruned.first(nets[name])).eval()
+        path, blocks = find_blocks(nets[name])
+        with Subset(nets[name], path, [blocks[1], blocks[2]]):
+            torch.testing.assert_close(smaller(TOKENS), nets[name](TOKENS), rtol=1e-6, atol=1e-6)
+        smaller.model.save_pretrained(folder / f"{name}-small")
+        assert transformers.AutoConfig.from_pretrained(folder / f"{name}-small").num_hidden_layers == 2
+    assert bad_input(pruned.make, nets["scaled"], pruned.first(nets["scaled"])) == (
+        "layers [1, 2]: expected all blocks: those of this GPT2LMHeadModel compute something else at other places"
+    )
+    for name in ("neo", "starcoder2"):
+        assert "a teacher whose blocks have the MLP of Llama or GPT-2" in bad_input(Pruned(mlp=8).first, nets[name])
+    assert bad_input(Pruned(heads=1).first, nets["qwen2"]) == (
+        "heads 1: expected a teacher whose configuration has head_dim; Qwen2Config has none"
+    )
+    adapted = HuggingFaceLM(str(folder / "qwen2"), 64, 16, lora_rank=2)
+    assert bad_input(pruned.first, adapted).startswith("teacher.lora_rank 2: expected 0")

@@ -14,6 +14,7 @@ from lit_modules.objectives import GKD, AdaptiveKL, SkewKL, TotalVariation
 B, T, V = 2, 5, 13
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (GKD, {"beta": 1.5}, "beta 1.5: expected a number from 0 to 1"),
+    (GKD, {"gkd_weight": 0, "on_policy": 0.5}, "gkd_weight 0: expected above 0 beside on_policy"),
     (GKD, {"gkd_weight": -1}, "gkd_weight -1: expected a number of 0 or more"),
     (SkewKL, {"alpha": 1.0}, "alpha 1.0: expected a share of 0 or more, below 1"),
     (AdaptiveKL, {"head": 0.0}, "head 0.0: expected a probability above 0 and below 1"),

@@ -2,12 +2,14 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from apprentice.errors import BadInput
 from apprentice.extras import Missing, need
+from datamodules import Subwords, Vocabulary
 from datamodules.as_tokenizers import as_tokenizer
 from harness.runs.files import atomic, write_json, write_text
 from harness.runs.launch import is_main_process
@@ -17,15 +19,17 @@ from harness.runs.session import Session
 from harness.studies.deploy.card import language_card
 from lit_modules.nets import HuggingFaceLM
 from lit_modules.nets.adapters import adapter_config, adapter_state
-from lit_modules.nets.as_transformers import as_transformers
+from lit_modules.nets.as_transformers import as_transformers, set_tokenizer
 
 FOLDER, ADAPTER, CARD, VOCABULARY = "hf", "adapter", "README.md", "vocabulary.json"
 
 
-def write_language_models(run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
+def write_language_models(
+    run: Session, teachers: Iterable[str], students: Iterable[str], failed: Mapping[str, str]
+) -> None:
     """In the main process of a run of texts, write each net's vocabulary, and `hf/` of the first seed's students.
 
-    A line says which have none, and why.
+    A line says which have none, and why; `failed` says it of those whose loss was not finite.
     """
     vocabulary = getattr(run.data, "vocabulary", None)
     if run.data.task != "tokens" or vocabulary is None or not is_main_process():
@@ -41,23 +45,41 @@ def write_language_models(run: Session, teachers: Iterable[str], students: Itera
         return
     template = run.data.conversation_template() if hasattr(run.data, "conversation_template") else None
     tokenizer, without = as_tokenizer(vocabulary, template), list[str]()
-    for name in students:
-        if not _write(seeds[0] / name, tokenizer):
+    for name, why in failed.items():
+        notice(f"no {FOLDER}/ of {name}: {why}")
+    for name in (name for name in students if name not in failed):
+        if not _write(seeds[0] / name, vocabulary, tokenizer, run.data.end_tokens):
             without.append(name)
     if without:
         notice(f"no {FOLDER}/ of {', '.join(without)}: transformers has no model of this architecture")
 
 
-def _write(folder: Path, tokenizer: Any) -> bool:
-    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it."""
+def _has_tokens_of(name: str, vocabulary: Vocabulary | Subwords) -> bool:
+    """Return whether a vocabulary is that of the model `name`."""
+    if not isinstance(vocabulary, Subwords) or vocabulary.name == name:
+        return isinstance(vocabulary, Subwords)
+    try:
+        return vocabulary.same_as(Subwords(name))
+    except BadInput:  # it has no tokenizer
+        return False
+
+
+def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_tokens: Sequence[int]) -> bool:
+    """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it.
+
+    A response ends at any of `end_tokens`, or if there are none at what model or tokenizer say.
+    """
     net = load_net(folder, "out")
     model = as_transformers(net)
     facts = read_facts(folder, "out")
     if model is None or facts is None:
         return False
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(model.generation_config, name) is None and (token := getattr(tokenizer, name)) is not None:
-            setattr(model.generation_config, name, token)
+    name = str(net.name) if isinstance(net, HuggingFaceLM) else None
+    set_tokenizer(model, tokenizer, name if name is not None and _has_tokens_of(name, vocabulary) else None)
+    if end_tokens:
+        model.generation_config.eos_token_id = list(end_tokens)
+        if model.generation_config.pad_token_id is None:
+            model.generation_config.pad_token_id = end_tokens[0]
     out = folder / FOLDER
     with _recorded(out) as temporary:
         model.save_pretrained(temporary)

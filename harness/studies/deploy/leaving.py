@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -10,6 +10,7 @@ from typing import ClassVar
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.launch import is_main_process
+from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.studies.deploy.hub import check_repo, push
 from harness.studies.deploy.package import check_package, export_net
@@ -63,11 +64,16 @@ def check_students(run: Session, names: Iterable[str]) -> None:
         check_package(Path(run.config.export) / name, "export", replaces)
 
 
-def export_students(run: Session, names: Iterable[str]) -> None:
-    """Export the students of the first seed, in the main process; SystemExit with code 1 if a file is left out."""
+def export_students(run: Session, names: Iterable[str], failed: Mapping[str, str]) -> None:
+    """Export the students of the first seed, in the main process; SystemExit with code 1 if a file is left out.
+
+    A line for each of those that failed says why it is not exported.
+    """
     if is_main_process():
         folder = run.out / f"seed{run.config.seeds[0]}"
-        export_all({folder / name: Path(run.config.export) / name for name in names})
+        for name, why in failed.items():
+            notice(f"{name} is not exported: {why}")
+        export_all({folder / name: Path(run.config.export) / name for name in names if name not in failed})
 
 
 def export_all(folders: dict[Path, Path]) -> None:
