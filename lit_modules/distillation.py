@@ -20,6 +20,7 @@ from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
+from lit_modules.nets.other_tokens import OtherTokens
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives import Objective, Place
@@ -102,7 +103,7 @@ class Distillation(OnPolicyLearner):
         end_tokens: Sequence[int] = (),
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
-        self.has_teacher = not isinstance(frozen, StoredTeacher)  # of which a test knows nothing
+        self.has_teacher = not isinstance(frozen, StoredTeacher | OtherTokens)  # of which a test knows nothing
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:

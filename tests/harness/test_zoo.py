@@ -35,6 +35,7 @@ OF_TEXTS = {
     "HiddenStates",
     "MiniLM",
     "SequenceLevel",
+    "ULD",
 }  # that no net of images fits: see test_text_distillation
 METHODS = sorted({*NEEDS} - OF_TEXTS)
 

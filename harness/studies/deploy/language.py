@@ -34,6 +34,8 @@ def write_language_models(run: Session, teachers: Iterable[str], students: Itera
     for folder in (seed / name for seed in seeds for name in (*teachers, *students)):
         if folder.is_dir():
             write_json(folder / VOCABULARY, vocabulary.plain())
+    if not students:
+        return
     try:
         need("transformers", "transformers.modeling_utils", "tokenizers")
     except Missing as missing:
