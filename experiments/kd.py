@@ -43,6 +43,7 @@ from harness.studies.deploy import leaving
 from harness.studies.deploy.language import write_language_models
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
+from harness.studies.other_tokens import in_tokens_of_students
 from harness.studies.recipes import DEFAULT, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
@@ -82,6 +83,8 @@ class Options(cli.RunOptions):
         teacher_epochs: of a teacher that is trained, from teacher_ckpt too; default: the students', or none from there.
         teacher_continue: train on with the states of optimizer and scheduler that teacher_ckpt has beside the weights.
         teacher_batch_size: of a teacher that is trained here; default: --data.batch_size, as the students'.
+        teacher_tokenizer: of texts, the teacher's tokenizer, if its tokens are not the students', as --data.tokenizer
+            has it; students learn from it by ULD.
         teacher_head_only: train the teacher's last linear layer alone; the rest keeps the weights that it has loaded.
         teacher_cache_dir: a folder that keeps the teacher's outputs for other runs with the same teacher and data.
         teacher_cache_mb: memory for stored teacher outputs; 0 runs the teacher every batch.
@@ -113,6 +116,7 @@ class Options(cli.RunOptions):
     teacher_epochs: int | None = None
     teacher_continue: bool = False
     teacher_batch_size: int | None = None
+    teacher_tokenizer: str | None = None
     teacher_head_only: bool = False
     teacher_cache_dir: str | None = field(default=None, metadata=cli.FREE.metadata)
     teacher_cache_mb: int = 1024
@@ -152,6 +156,9 @@ class Options(cli.RunOptions):
         if self.teacher_cache_dir is not None and not can_be_written(Path(self.teacher_cache_dir)):
             raise BadInput("teacher_cache_dir", self.teacher_cache_dir, "a folder that can be written")
         self._check_stored()
+        if self.teacher_tokenizer is not None and self.teacher_top_k is not None:
+            expected = "it left out beside --teacher_top_k, which keeps probabilities of the students' tokens"
+            raise BadInput("teacher_tokenizer", self.teacher_tokenizer, expected)
 
     def _check_stored(self) -> None:
         if self.teacher_top_k is None:
@@ -258,7 +265,8 @@ class KD(BakeOff):
     def students(self, seed: int, arms: Iterable[Arm], teacher: nn.Module) -> Distillation:
         """Build the module of some students of a teacher."""
         session, config, data = self.session, self.config, self.session.data
-        students, optimizers = {}, {}
+        students, optimizers, arms = {}, {}, list(arms)
+        teacher = in_tokens_of_students(session, teacher, arms)
         for arm in arms:
             objective = arm.objective(config)
             # Equal peers would teach one another nothing.
@@ -308,7 +316,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if tuning:
                 bake_off.arms = tuning.search()
             bake_off.run(tuning.facts() if tuning else None)
-            write_language_models(run, map(row_of, bake_off.teachers), bake_off.arms, bake_off.failed)
+            with run.tokens_of_teacher():
+                write_language_models(run, map(row_of, bake_off.teachers), (), {})
+            write_language_models(run, (), bake_off.arms, bake_off.failed)
             if run.config.export:
                 leaving.export_students(run, bake_off.arms, bake_off.failed)
 

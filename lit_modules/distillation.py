@@ -20,6 +20,7 @@ from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
+from lit_modules.nets.other_tokens import OtherTokens
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.token_head import run_before_head
@@ -103,7 +104,7 @@ class Distillation(ScoredBesideTeacher):
         end_tokens: Sequence[int] = (),
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
-        if isinstance(frozen, StoredTeacher):
+        if isinstance(frozen, StoredTeacher | OtherTokens):
             self.has_teacher = False  # as a test knows nothing of it
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:

@@ -9,7 +9,13 @@ from datamodules import Text
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT
 
-OF_TEXTS = {"AttentionScores", "HiddenStates", "MiniLM", "SequenceLevel"}  # methods that read tokens of texts alone
+OF_TEXTS = {
+    "AttentionScores",
+    "HiddenStates",
+    "MiniLM",
+    "SequenceLevel",
+    "ULD",
+}  # methods that read tokens of texts alone
 SMALL: dict[str, Any] = {"num_layers": 3, "num_heads": 2, "embed_dim": 12}
 
 

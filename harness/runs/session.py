@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
 from harness.start import called_as, console
 from lit_modules.nets import Net
 
+TOKENIZER = "teacher_tokenizer"
 CROWD = 4  # processes a core, beyond which their start takes so long that we say so
 
 
@@ -45,6 +47,7 @@ class Session:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
         self._notices: set[str] = set()
+        self._of_teacher: InMemoryData | None = None  # the data in the teacher's tokens
 
     @cached_property
     def trainer(self) -> MakeTrainer:
@@ -55,6 +58,24 @@ class Session:
         """The data module, set up, after joining the ranks that a launcher started."""
         launch.join(self.trainer())
         return load_data(self.config)
+
+    @contextmanager
+    def tokens_of_teacher(self) -> Iterator[None]:
+        """Inside, the data are in the teacher's tokens, if `--teacher_tokenizer` says that these are others."""
+        name = vars(self.config).get(TOKENIZER)
+        ours = self.data
+        if name is not None and self._of_teacher is None:
+            if "tokenizer" not in self.config.data.init_args:
+                raise BadInput(TOKENIZER, name, f"texts; --data {self.config.data.name} has no tokenizer")
+            options = {**self.config.data.init_args, "tokenizer": name}
+            options |= {"template": None} if "template" in options else {}
+            choice = replace(self.config.data, init_args=options)
+            self._of_teacher = load_data(Namespace(data=choice, num_classes=None))
+        vars(self)["data"] = self._of_teacher or ours
+        try:
+            yield
+        finally:
+            vars(self)["data"] = ours
 
     @property
     def reads_data(self) -> bool:
@@ -205,6 +226,8 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
 def load_data(config: Namespace) -> InMemoryData:
     """Build the chosen data module and set it up, rank zero first; limit threads to what its inputs need."""
     teacher, options = vars(config).get("teacher"), config.data.init_args
+    if vars(config).get(TOKENIZER) is not None:  # then a student's weights tell the tokens
+        teacher = vars(config).get("student")
     if isinstance(teacher, cli.Choice) and options.get("tokenizer", "") is None:
         net_class = teacher.target
         if issubclass(net_class, Net):

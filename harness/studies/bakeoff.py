@@ -9,6 +9,7 @@ import itertools
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -105,16 +106,21 @@ class BakeOff:
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         self.stored.check()
         for key in self.teachers if self.stored.net(first) is None else []:
-            check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
+            with session.tokens_of_teacher():
+                check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_pruned(config, arm.net)):
             check_net(session, net, trainer)
-        if "{seed}" in (config.teacher_ckpt or ""):
-            for seed in others:
+        with session.tokens_of_teacher():
+            for seed in others if "{seed}" in (config.teacher_ckpt or "") else ():
                 self.teacher(seed)
-        teachers = {key: self.teacher(first, key) for key in self.teachers}
+            teachers = {key: self.teacher(first, key) for key in self.teachers}
         trained = {key: module for key, module in teachers.items() if not has_trained_teacher(session, key)}
         for module in trained.values():  # before it is frozen
-            with flags_of_teacher(config), session.batches_of(config.teacher_batch_size):
+            with (
+                flags_of_teacher(config),
+                session.tokens_of_teacher(),
+                session.batches_of(config.teacher_batch_size),
+            ):
                 session.data.check_replicas(session.replicas(trainer), config.exact)
                 module.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
                 check_batch_size(session, module)
@@ -185,9 +191,11 @@ class BakeOff:
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
-        with without_jobs(self.session, plan), self.session.batches_of(plan.batch_size):
+        of_teacher_alone = is_teacher(plan.arms[0].net)
+        tokens = self.session.tokens_of_teacher() if of_teacher_alone else nullcontext()
+        with without_jobs(self.session, plan), tokens, self.session.batches_of(plan.batch_size):
             record = fit(self.session, plan, self.build, plans)
-        if is_teacher(plan.arms[0].net) and (fault := record.fault(plan.name)):
+        if of_teacher_alone and (fault := record.fault(plan.name)):
             expected = f"settings that train the {plan.name}; with seed {plan.seed} {fault}"
             with flags_of_teacher(self.config):
                 raise BadInput("optimizer", of_teacher(self.config).optimizer.name, expected)

@@ -38,4 +38,5 @@ from lit_modules.objectives.sum import Sum
 from lit_modules.objectives.tf_kd import TfKD
 from lit_modules.objectives.total_variation import TotalVariation
 from lit_modules.objectives.ttm import TTM
+from lit_modules.objectives.uld import ULD
 from lit_modules.objectives.vid import VID

@@ -112,6 +112,7 @@ class Objective(Recorded, nn.Module, ABC):
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
         by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
             language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
+        any_tokenizer: whether the teacher may have other tokens than the student (`OtherTokens`), and has to.
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
         tails: forms of a teacher that is stored in k tokens (`--teacher_tail`) that it can learn from: `bucket` and
             `renormalize` if it compares nothing but `log_probabilities`, token by token, which may be those of k
@@ -133,6 +134,7 @@ class Objective(Recorded, nn.Module, ABC):
     relates_tokens: bool = False
     fewest_related: int = 1
     by_token: bool = False
+    any_tokenizer: bool = False
     needs_labels: bool = False
     tails: Collection[str] = ()
     temperatures: Collection[float] = ()

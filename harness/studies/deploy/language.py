@@ -38,6 +38,8 @@ def write_language_models(
     for folder in (seed / name for seed in seeds for name in (*teachers, *students)):
         if folder.is_dir():
             write_json(folder / VOCABULARY, vocabulary.plain())
+    if not students:
+        return
     try:
         need("transformers", "transformers.modeling_utils", "tokenizers")
     except Missing as missing:
