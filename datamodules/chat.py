@@ -233,6 +233,25 @@ class Chat(InMemoryData):
         prompts = test.file.index[test.places[chosen].numpy()]["prompt"]
         return {"unit": prompts, "size": test.response_bytes()[chosen].numpy()}
 
+    def questions(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return so many prompts (t,) of the test, none twice, each with its first response (r,) in the data.
+
+        They are tokens, without those that end a response. Plain texts have no prompts.
+        """
+        test, questions = self._texts("test"), dict[int, tuple[Tensor, Tensor]]()
+        for place in test.places.tolist():
+            entry, (tokens, learned) = test.file.index[place], test.text(place)
+            before, prompt = int(entry["before"]), int(entry["prompt"])
+            if before < 2 or prompt in questions:
+                continue
+            response = tokens[before:][learned[before:].cumprod().astype(bool)]
+            if len(response) and int(response[-1]) in self.end_tokens:
+                response = response[:-1]
+            questions[prompt] = torch.from_numpy(tokens[:before]), torch.from_numpy(response)
+            if len(questions) == count:
+                break
+        return [*questions.values()]
+
     def _texts(self, part: str) -> Texts:
         return cast("Texts", self.split(part))
 

@@ -92,6 +92,11 @@ class Options(cli.RunOptions):
             that is learned, or of all; later runs read them, and do not load the teacher.
         teacher_tail: what stands for other tokens: their mass as one bucket, which is the default; nothing, as the
             tokens are a sample of the distribution; or nothing, as those kept are renormalised.
+        generated_prompts: of conversations, prompts of the test that nets answer, a token at a time the likeliest one;
+            0 for none; default: 12, or 100 with generated_metric. Answers of the first seed are in report.html.
+        generated_tokens: of an answer at most; default: 64.
+        generated_metric: the import path of a function (answer, reference) of texts that gives a number, such as
+            harness.studies.answers.exact_match; its mean is in the table.
         loss_chunk: of texts, tokens whose logits are held at once; 0: all; default: 128 if V is 4,096 or more.
     """
 
@@ -122,6 +127,9 @@ class Options(cli.RunOptions):
     teacher_cache_mb: int = 1024
     teacher_top_k: int | Literal["all"] | None = None
     teacher_tail: Literal["bucket", "sample", "renormalize"] | None = None
+    generated_prompts: int | None = None
+    generated_tokens: int | None = None
+    generated_metric: str | None = None
     loss_chunk: int | None = None
     common: ClassVar[Collection[str]] = (
         "data", "data.batch_size", "data.augment", "data.labelled", "teacher", "teacher_ckpt", "student",
@@ -149,6 +157,12 @@ class Options(cli.RunOptions):
         if self.teacher_continue and not (whole and self.teacher_epochs):
             expected = "--teacher_ckpt FILE and --teacher_epochs N beside it, and all weights in the file"
             raise BadInput("teacher_continue", "true", expected)
+        if self.generated_prompts is not None and self.generated_prompts < 0:
+            raise BadInput("generated_prompts", self.generated_prompts, "a number of prompts, or 0 for none")
+        if self.generated_tokens is not None and self.generated_tokens < 1:
+            raise BadInput("generated_tokens", self.generated_tokens, "a number of tokens, at least 1")
+        if self.generated_metric is not None and self.generated_prompts == 0:
+            raise BadInput("generated_metric", self.generated_metric, "prompts: --generated_prompts 1 or more")
         if self.loss_chunk is not None and self.loss_chunk < 0:
             raise BadInput("loss_chunk", self.loss_chunk, "a number of tokens, or 0 for all of a batch at once")
         if self.teacher_cache_mb < 0:

@@ -1,13 +1,16 @@
 """report.html of a comparison of students: one file to pass on, with all that results.json says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from harness.reports import differences, html, mistakes, pages, plots, tuning
+from harness.reports.answers import Answer
+from harness.reports.answers import section as answers_side_by_side
 from harness.reports.html import Section
-from harness.reports.measures import COST, ON_PAGE, PARAMETERS
+from harness.reports.measures import COST, ON_PAGE, PARAMETERS, columns_on_page
 from harness.reports.results import Results
 from harness.reports.tables import Table, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -16,11 +19,16 @@ Images = Callable[[Sequence[int]], np.ndarray | None]  # of places in the test s
 
 
 def save_results(
-    folder: str | Path, results: Results, images: Images | None = None, commands: Sequence[str] = ()
+    folder: str | Path,
+    results: Results,
+    images: Images | None = None,
+    commands: Sequence[str] = (),
+    answers: Mapping[str, Sequence[Answer]] = MappingProxyType({}),
 ) -> None:
     """Write report.html, results.md, results.png and, last, results.json, which marks the run as finished.
 
-    Of a run that was tuned also tuning.png. `images` are of the test set, and `commands` those that made the run.
+    Of a run that was tuned also tuning.png. `images` are of the test set, `commands` those that made the run, and
+    `answers` those of nets to prompts.
     """
     folder, pictures = Path(folder), {"results.png": pages.picture(results)}
     if results.search:
@@ -28,7 +36,7 @@ def save_results(
     for name, png in pictures.items():
         write_bytes(folder / name, png)
     write_text(folder / "results.md", pages.markdown(results))
-    write_text(folder / "report.html", html.page(text(results), {}, sections(results, images, commands)))
+    write_text(folder / "report.html", html.page(text(results), {}, sections(results, images, commands, answers)))
     write_json(folder / "results.json", results.to_json())
 
 
@@ -46,7 +54,12 @@ def text(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def sections(results: Results, images: Images | None = None, commands: Sequence[str] = ()) -> list[Section]:
+def sections(
+    results: Results,
+    images: Images | None = None,
+    commands: Sequence[str] = (),
+    answers: Mapping[str, Sequence[Answer]] = MappingProxyType({}),
+) -> list[Section]:
     """Return the parts of report.html below those of results.md; those for which results have nothing are left out."""
     metric, described = results.metric, [pages.dots(results, cost) for cost in (COST, PARAMETERS)]
     *students, teacher = described[0][1]
@@ -69,6 +82,7 @@ def sections(results: Results, images: Images | None = None, commands: Sequence[
     written = [
         Section("Tuning", pages.tuned(results), (), search),
         Section("Fidelity and calibration", _beside_accuracy(results)),
+        *answers_side_by_side(results, answers),
         Section("Confusion", _frequent(results), (), mistakes.matrices(results)),
         _most_confused(results, images),
         Section(
@@ -96,7 +110,7 @@ def _beside_accuracy(results: Results) -> str:
     if not nets:
         return ""
     scores = [metric.mean(net.scores[metric.name]) for net, _ in nets.values()]
-    figures = [figure.column([values for _, values in nets.values()]) for figure in ON_PAGE]
+    figures = columns_on_page([values for _, values in nets.values()])
     columns = [("net", list(nets)), (metric.title, scores), *figures]
     if metric.counted != "samples":
         explained = (

@@ -1,6 +1,6 @@
 """The numbers that a record has of a net beside its scores: each declared once, with all that shows it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import mean, median
@@ -66,8 +66,17 @@ FIGURES = (
         "test_agreement", "agreement with the teacher, %", to_digits(2, 100), mean, per_seed=True, on_page=True
     ),
     Figure("test_kl", "KL to the teacher, nats", to_digits(4), mean, per_seed=True, on_page=True),
+    Figure("test_generated", "score of answers", to_digits(3), mean, per_seed=True, on_page=True),
     Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )  # fmt: skip
 PARAMETERS, STEP, COST = FIGURES[:3]
 IN_TABLE = tuple(figure for figure in FIGURES if not figure.on_page)
 ON_PAGE = tuple(figure for figure in FIGURES if figure.on_page)
+
+
+def columns_on_page(
+    rows: Sequence[Mapping[str, float | None]], keys: Collection[str] | None = None
+) -> list[tuple[str, list[str]]]:
+    """Write the columns of figures of a page's section, or of `keys` among them, that some row has."""
+    figures = (figure for figure in ON_PAGE if keys is None or figure.key in keys)
+    return [figure.column(rows) for figure in figures if any(row.get(figure.key) is not None for row in rows)]

@@ -29,6 +29,7 @@ from harness.runs.session import Session
 from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
 from harness.runs.tensorboard import log_means
 from harness.studies import zoo
+from harness.studies.answers import check_answers, read_answers
 from harness.studies.choices import (
     check_averages,
     check_batch_size,
@@ -103,6 +104,7 @@ class BakeOff:
         check_head_only(session)
         tell_direction(session)
         check_own_settings(session)
+        check_answers(session)
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         self.stored.check()
         for key in self.teachers if self.stored.net(first) is None else []:
@@ -278,7 +280,8 @@ class BakeOff:
             more_teachers=dict(zip(rows[1:], others, strict=True)),
         )
         results.classes, results.search, out = list(data.class_names), search, session.out
-        save_results(out, results, data.test_images, environment.commands(out))
+        answers = read_answers(out / f"seed{results.seeds[0]}", results.nets)
+        save_results(out, results, data.test_images, environment.commands(out), answers)
         print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
 
 

@@ -32,6 +32,7 @@ from harness.runs.taught import BY_TEACHER, TEACHER, is_teacher, row_of
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
+from harness.studies.answers import add_answers
 from harness.studies.budgets import StudentBudget
 from harness.studies.choices import judged_by, learner_options, trained_spec
 from lit_modules.classifier import LitClassifier
@@ -78,7 +79,8 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
         for arm, net, spec in exports:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
-            record.nets[arm.name] = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
+            measured = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
+            record.nets[arm.name] = add_answers(run, plan, arm.name, net, outcome, measured)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on

@@ -133,7 +133,9 @@ class StoredOutputs:
         """Return the file of the teacher's test: on the same data, judged alike."""
         if not self._digest:
             used = self.session.data.used(self.session.trainer())
-            tested = self.session.data.fingerprint()["test"], used["test"], str(self.config.metric)
+            tested: tuple[Any, ...] = self.session.data.fingerprint()["test"], used["test"], str(self.config.metric)
+            if (path := self.config.generated_metric) is not None:
+                tested += path, self.config.generated_prompts, self.config.generated_tokens
             self._digest = hashlib.blake2b(repr(tested).encode(), digest_size=8).hexdigest()
         return path.with_suffix(f".{self._digest}.json")
 

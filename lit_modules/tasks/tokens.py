@@ -24,7 +24,7 @@ BITS = Metric(
 )  # fmt: skip
 BYTES = replace(
     BITS, name="test_bpb", tested=("test_bpb", "test_loss"),
-    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"}, beside=("test_agreement",),
+    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"}, beside=("test_agreement", "test_generated"),
     word="bits per byte", title="test bits per byte", chart="validation, bits a byte", counted="conversations",
     drawn="prompts", of_samples="test_sample_bpb",
 )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Answers to prompts of the test: the likeliest tokens of each net, judged by a user's function, shown side by side."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from datamodules import Chat
+from experiments import kd
+from harness.reports import html
+from harness.reports.answers import _cell
+from harness.runs.nets import load_net
+from tests.chats import write_lines
+from tests.commands import refused, results, start
+from tests.figures import drawn
+
+PROMPTS, TOKENS = 5, 6
+SMALL = [
+    "--data", "Chat", "--data.batch_size", "4", "--data.test_size", "9", "--data.validation_size", "0",
+    *(f"--{net}.{name}={size}" for net in ("teacher", "student") for name, size in
+      {"num_layers": 1, "num_heads": 1, "embed_dim": 8}.items()),
+    "--teacher", "GPT", "--student", "GPT", "--only", "ce", "kd", "--trainer.max_epochs", "1",
+    "--generated_prompts", str(PROMPTS), "--generated_tokens", str(TOKENS), "--trainer.precision", "64-true",
+]  # fmt: skip
+
+
+def count_letters(answer: str, reference: str) -> int:
+    return len({*answer} & {*reference}) + len(answer)
+
+
+def fail(answer: str, reference: str) -> float:
+    raise ValueError("no number in it")
+
+
+def questions(folder: Path) -> Path:
+    lines = [{"prompt": f"{i // 2} and {i}|?"[: 6 + i % 3], "response": f"*{i}*\n" * (1 + i % 4)} for i in range(30)]
+    return write_lines(folder / "questions.jsonl", lines)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers")
+    flags = [*SMALL, "--data.path", str(questions(folder)), "--seeds", "2"]
+    with drawn():
+        start(folder / "run", *flags, "--generated_metric", f"{__name__}.count_letters").check()
+    return folder
+
+
+def by_hand(net: Any, prompt: torch.Tensor, end: int) -> list[int]:
+    """The likeliest tokens, one at a time, each from all before it."""
+    text = prompt.tolist()
+    for _ in range(TOKENS):
+        with torch.no_grad():
+            token = int(net(torch.tensor([text]))[0, -1].argmax())
+        if token == end:
+            break
+        text.append(token)
+    return text[len(prompt) :]
+
+
+def test_answers_are_the_likeliest_tokens_and_judged_by_the_function(run: Path) -> None:
+    data = Chat(run / "questions.jsonl", batch_size=4, test_size=9, validation_size=0)
+    asked = data.questions(PROMPTS)
+    prompts = [data.vocabulary.decode(prompt) for prompt, _ in asked]
+    assert len({*prompts}) == PROMPTS
+    found = results(run / "run")
+    rows = {"teacher": found["teacher"], **found["students"]}
+    for seed in (0, 1):
+        for name in rows:
+            folder = run / "run" / f"seed{seed}" / name
+            net, answers = load_net(folder, "out"), json.loads((folder / "generations.json").read_text())
+            expected = [data.vocabulary.decode(torch.tensor(by_hand(net, p, *data.end_tokens))) for p, _ in asked]
+            assert [answer["answer"] for answer in answers] == expected
+            assert [answer["reference"] for answer in answers] == [data.vocabulary.decode(r) for _, r in asked]
+            for answer, prompt in zip(answers, prompts, strict=True):
+                assert answer["reference"].startswith("*")
+                assert answer["prompt"] in prompt
+            scores = [count_letters(answer["answer"], answer["reference"]) for answer in answers]
+            assert [answer["score"] for answer in answers] == scores == rows[name]["test_answers"][seed]
+            assert rows[name]["test_generated"][seed] == pytest.approx(np.mean(scores))
+
+
+def test_the_page_shows_them_side_by_side(run: Path) -> None:
+    page = (run / "run" / "report.html").read_text()
+    assert "Answers side by side" in page
+    assert f"{__name__}.count_letters" in page
+    assert "score of answers" in (run / "run" / "results.md").read_text()
+    assert "<em>" not in page.partition("Answers side by side")[2].partition("<h2>")[0]  # of the references' stars
+
+
+def test_a_text_is_shown_as_it_is() -> None:
+    text = "a|b *c* _d_ <i>e</i> `f` [g](h)\n1. \\| #"
+    table = f"| net | answer |\n| :-- | :-- |\n| kd | {_cell(text).replace('|', chr(92) + '|')} |"
+    page = html.page(f"# t\n\n{table}", {})
+    cell = page.partition("kd</td>")[2].partition("</td>")[0].rpartition(">")[2]
+    shown = cell.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    assert shown == text.replace("\n", " ⏎ ")
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_writes_the_same(run: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--data.path", str(run / "questions.jsonl"), "--seeds", "1", "--trainer.devices", "3"]
+    start(tmp_path / "run", *flags, "--generated_metric", f"{__name__}.count_letters").check()
+    for name in ("teacher", "ce", "kd"):
+        one, three = (folder / "seed0" / name / "generations.json" for folder in (run / "run", tmp_path / "run"))
+        assert one.read_text() == three.read_text()
+
+
+WRONG = {
+    "no such function": (
+        ["--generated_metric", "tests.nothing.here"],
+        "--generated_metric tests.nothing.here: exp",
+    ),
+    "no name": (["--generated_metric", "exact"], "--generated_metric exact: expected"),
+    "it fails": (
+        ["--generated_metric", f"{__name__}.fail"],
+        f"--generated_metric {__name__}.fail: exp",
+    ),
+    "prompts": (["--generated_prompts", "-1"], "--generated_prompts -1: expected a number of prompts"),
+    "tokens": (["--generated_tokens", "0"], "--generated_tokens 0: expected a number of tokens"),
+    "none": (["--generated_metric", f"{__name__}.fail", "--generated_prompts", "0"], "--generated_metric"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_settings_are_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, begins = WRONG[what]
+    base = [
+        flag for flag in SMALL if flag not in {"--generated_prompts", "--generated_tokens", str(PROMPTS), str(TOKENS)}
+    ]
+    refused(kd.main, [*base, "--data.path", str(questions(tmp_path)), *flags], begins, "", tmp_path, capsys)
+
+
+def test_other_data_have_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", "Digits", "--generated_prompts", "3"]
+    refused(kd.main, flags, "--generated_prompts 3: expected it left out", "--data Chat", tmp_path, capsys)
