@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,8 +91,9 @@ class ChatTemplate:
         BadInput: there is no template.
     """
 
-    def __init__(self, vocabulary: Subwords, template: str | None = None) -> None:
+    def __init__(self, vocabulary: Subwords, template: str | None = None, file: Path | None = None) -> None:
         self.vocabulary, self.tokenizer = vocabulary, vocabulary.tokenizer
+        self._origin = file or f"the chat template of {vocabulary.name}"
         self.template: str | None = template or self.tokenizer.chat_template
         self.has_marks = bool(self.template and GENERATION.search(self.template))
         special = {*self.tokenizer.all_special_tokens, *map(str, self.tokenizer.added_tokens_decoder.values())}
@@ -154,7 +156,7 @@ class ChatTemplate:
         last_line = messages[number]["content"].strip().rpartition("\n")[2]
         if last_line not in text[begin:end]:
             expected = f"one that shows the contents of turns; that of {name} is not there"
-            raise BadInput("data.template", f"the chat template of {self.vocabulary.name}", expected)
+            raise BadInput("data.template", self._origin, expected)
         ends = [m.end() for m in self._special.finditer(text, begin, end)]
         if ends and not text[ends[-1] : end].strip():
             return begin, ends[-1]  # a new line after the end token is never generated
@@ -171,7 +173,7 @@ class ChatTemplate:
             if before + part + after == text and SENTINEL not in after:
                 return len(before), len(before) + len(part)
         expected = "one that marks turns by {% generation %}, or renders the first turns as it does within the whole"
-        raise BadInput("data.template", f"the chat template of {self.vocabulary.name}", f"{expected}; not so in {name}")
+        raise BadInput("data.template", self._origin, f"{expected}; not so in {name}")
 
     def _render(self, messages: Sequence[Message], name: str, **options: Any) -> str:
         return str(self._apply(list(messages), name, tokenize=False, **options))
@@ -180,8 +182,8 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options)
         except Exception as error:  # noqa: BLE001 - whatever a template raises
-            expected = f"conversations that the chat template takes; of {name} it says: {reason(error)}"
-            raise BadInput("data.path", self.vocabulary.name, expected) from None
+            expected = f"one that takes all conversations; of {name} it says: {reason(error)}"
+            raise BadInput("data.template", self._origin, expected) from None
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         """Tokens of a text; one is learned if all of its characters are within a span."""

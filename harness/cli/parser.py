@@ -78,10 +78,12 @@ class Parser(Declarations):
 
     def _new_run(self, early: Layer) -> list[Layer]:
         """Return the defaults of a run with these settings of the user's, and those that its recipes add."""
-        experiment: Layer = {}
-        if self._experiment is not None:
-            option, value, key = self._experiment
-            experiment = {} if option in early or key in early else {option: Setting(value)}
+        experiment = {
+            option: Setting(value)
+            for option, value, unless, choices in self._experiments
+            if option not in early and unless not in early
+            and all(key in early and self.classes[key].is_same(early[key].value, name, {}) for key, name in choices.items())
+        }  # fmt: skip
         return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
 
     def _recipes_of(self, early: Layer) -> list[Layer]:

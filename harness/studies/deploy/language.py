@@ -25,7 +25,7 @@ FOLDER, ADAPTER, CARD, VOCABULARY = "hf", "adapter", "README.md", "vocabulary.js
 def write_language_models(run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
     """In the main process of a run of texts, write each net's vocabulary, and `hf/` of the first seed's students.
 
-    A line says which have none, and why.
+    A line says which have none, and why; not where transformers is absent from a run of embedded data.
     """
     vocabulary = getattr(run.data, "vocabulary", None)
     if run.data.task != "tokens" or vocabulary is None or not is_main_process():
@@ -37,7 +37,8 @@ def write_language_models(run: Session, teachers: Iterable[str], students: Itera
     try:
         need("transformers", "transformers.modeling_utils", "tokenizers")
     except Missing as missing:
-        notice(f"no {FOLDER}/ of students, for transformers: {missing}")
+        if getattr(run.data, "path", None) is not None:
+            notice(f"no {FOLDER}/ of students, for transformers: {missing}")
         return
     template = run.data.conversation_template() if hasattr(run.data, "conversation_template") else None
     tokenizer, without = as_tokenizer(vocabulary, template), list[str]()
