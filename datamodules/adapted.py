@@ -14,8 +14,9 @@ from torch.utils.data import DistributedSampler
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from datamodules.base import LIMITS, InMemoryData
+from datamodules.base import InMemoryData
 from datamodules.fingerprints import Fingerprint
+from datamodules.limits import LIMITS
 from datamodules.shared_loaders import (
     DealtLoader,
     Loader,

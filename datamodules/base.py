@@ -17,6 +17,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
 from datamodules.fingerprints import Fingerprint
+from datamodules.limits import LIMITS, count_in_limit
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.preparation import Preparation
 from datamodules.splits import Samples, Source, Subset
@@ -24,7 +25,6 @@ from datamodules.streams import Finish, Streamed
 
 LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all samples is one of all
 IMAGE = 3  # dimensions of an image: channels, height, width
-LIMITS = {"train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
 
 class InMemoryData(LightningDataModule):
@@ -39,6 +39,7 @@ class InMemoryData(LightningDataModule):
         task: what the labels are for, by its name in `lit_modules.tasks`.
         label_shape: of a sample's labels; () for one class a sample.
         tokens_per_character: of samples whose task is `tokens`, which is judged by bits a character.
+        tokens_per_byte: in its place, of those that are judged by bits a byte.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -68,6 +69,7 @@ class InMemoryData(LightningDataModule):
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
     tokens_per_character: float = 1.0
+    tokens_per_byte: float | None = None
     end_tokens: tuple[int, ...] = ()  # of a response in texts; known after `setup`
     packs_texts: bool = False
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
@@ -184,6 +186,14 @@ class InMemoryData(LightningDataModule):
             return None
         return self.samples("test", torch.tensor(places)).inputs.numpy()
 
+    def test_units(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what is drawn together of test samples at places (n,), if that is not each sample by itself.
+
+        As `unit` (n,) a number for what a sample belongs to, such as its prompt; as `size` (n,) its weight in the
+        metric, such as its bytes.
+        """
+        return {}
+
     def fingerprint(self) -> Fingerprint:
         """Describe the samples of each part, a copy's alike, so that a resumed run can tell if they are other ones."""
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
@@ -233,16 +243,9 @@ class InMemoryData(LightningDataModule):
         return len(self.split(part).labels)
 
     def _samples_in_limit(self, part: str, trainer: Trainer | None) -> int:
-        """Count the samples within a Trainer's limit, which is an int, a count of batches, or a float, a fraction."""
-        samples, limit = self._count(part), getattr(trainer, LIMITS[part], 1.0)
+        samples = self._count(part)
         count = len(self._order(samples)) if part == "train" else samples
-        size = self._batch_size(part)
-        whole = math.ceil(count / size)
-        batches = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
-        if whole and limit and not batches:
-            expected = f"at least one batch: a count, as 1, or a fraction of the {whole}, at least {1 / whole:.3g}"
-            raise BadInput(f"trainer.{LIMITS[part]}", limit, expected)
-        return min(batches * size, count)
+        return count_in_limit(trainer, part, count, self._batch_size(part))
 
     def check_tokenizer(self, name: str, whose: str) -> None:
         """Raise BadInput if samples are other tokens than this tokenizer's, which the weights of `whose` net know."""

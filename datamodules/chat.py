@@ -12,11 +12,12 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules import splits
-from datamodules.base import LIMITS, InMemoryData
+from datamodules.base import InMemoryData
 from datamodules.chat_templates import ChatTemplate, MarkedTurns, Template
 from datamodules.conversation_files import Source, open_sources
 from datamodules.conversations import Columns, Conversation, read_conversations
 from datamodules.fingerprints import Fingerprint
+from datamodules.limits import LIMITS
 from datamodules.loaders import EpochOrder
 from datamodules.text import Subwords, Vocabulary
 from datamodules.text_loaders import LengthOrder, LossPer, TextLoader
@@ -135,8 +136,7 @@ class Chat(InMemoryData):
                 self.say(f"{source}: {line}")
         self._split()
         test = self._texts("test")
-        characters = int(test.file.index[test.places.numpy()]["characters"].astype(np.int64).sum())
-        self.tokens_per_character = int(test.labels.sum()) / max(characters, 1)
+        self.tokens_per_byte = int(test.labels.sum()) / max(int(test.response_bytes().sum()), 1)
 
     def _split(self) -> None:
         """Draw the parts; no prompt is in two of them."""
@@ -223,6 +223,11 @@ class Chat(InMemoryData):
     def fingerprint(self) -> Fingerprint:
         """Of the token files, whose names are hashes of what determines them, and of the places in them."""
         return {part: f"{self._texts(part).file.folder.stem} {_hash(self._texts(part).places)}" for part in LIMITS}
+
+    def test_units(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        test, chosen = self._texts("test"), torch.from_numpy(places).long()
+        prompts = test.file.index[test.places[chosen].numpy()]["prompt"]
+        return {"unit": prompts, "size": test.response_bytes()[chosen].numpy()}
 
     def _texts(self, part: str) -> Texts:
         return cast("Texts", self.split(part))

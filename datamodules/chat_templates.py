@@ -19,11 +19,16 @@ SENTINEL = "\u27earesponse\u27eb"  # in place of a content, to see where a templ
 
 
 class Encoded(NamedTuple):
-    """The tokens (n,) int64 of a conversation, and which are learned, (n,) bool; `cut` learned ones cross a border."""
+    """The tokens of a conversation."""
 
-    tokens: np.ndarray
-    learned: np.ndarray
-    cut: int = 0
+    tokens: np.ndarray  # (n,) int64
+    learned: np.ndarray  # (n,) bool
+    sizes: np.ndarray  # (n,) int64, bytes in UTF-8 of each one's text; 0 of special tokens
+    cut: int = 0  # learned ones that cross a border of a response
+
+    def first(self, count: int) -> "Encoded":
+        """Return so many of the first tokens."""
+        return Encoded(self.tokens[:count], self.learned[:count], self.sizes[:count])
 
 
 class Template(Protocol):
@@ -76,7 +81,14 @@ class MarkedTurns:
             raise BadInput("data.path", conversation.name, expected)
         tokens = [self.vocabulary.encode(piece, "data.path").numpy() for piece, _ in pieces]
         learned = [np.full(len(t), is_learned) for t, (_, is_learned) in zip(tokens, pieces, strict=True)]
-        return Encoded(np.concatenate(tokens), np.concatenate(learned))
+        sizes = [self._sizes(piece) * is_learned for piece, is_learned in pieces]
+        return Encoded(np.concatenate(tokens), np.concatenate(learned), np.concatenate(sizes))
+
+    def _sizes(self, piece: str) -> np.ndarray:
+        """Bytes of each token of a piece, whose last character is the template's."""
+        is_bytes = self.vocabulary.characters is None
+        letters = [1] * len(_utf8(piece)) if is_bytes else [len(_utf8(letter)) for letter in piece]
+        return np.array([*letters[:-1], 0], np.int64)
 
 
 class ChatTemplate:
@@ -96,7 +108,9 @@ class ChatTemplate:
         self._origin = file or f"the chat template of {vocabulary.name}"
         self.template: str | None = template or self.tokenizer.chat_template
         self.has_marks = bool(self.template and GENERATION.search(self.template))
-        special = {*self.tokenizer.all_special_tokens, *map(str, self.tokenizer.added_tokens_decoder.values())}
+        added = self.tokenizer.added_tokens_decoder
+        special = {*self.tokenizer.all_special_tokens, *map(str, added.values())}
+        self._special_tokens = [*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)]
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -138,9 +152,12 @@ class ChatTemplate:
         return begin + text + end, [(len(begin), len(begin + text + end))]
 
     def _marked(self, messages: Sequence[Message], name: str) -> Encoded:
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        tokens = self._apply(list(messages), name, tokenize=True, **options)
-        return Encoded(np.array(tokens["input_ids"]), np.array(tokens["assistant_masks"], bool))
+        options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
+        options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+        encoded = self._apply(list(messages), name, tokenize=True, **options)
+        tokens, places = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        sizes = self._sizes(tokens, self._render(messages, name), places)
+        return Encoded(tokens, np.array(encoded["assistant_masks"], bool), sizes)
 
     def _turn(self, messages: Sequence[Message], number: int, text: str, name: str) -> tuple[int, int]:
         """The characters of `text`, the whole, from where a turn is generated to where it ends."""
@@ -188,9 +205,25 @@ class ChatTemplate:
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         """Tokens of a text; one is learned if all of its characters are within a span."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        starts, ends = places.T
         learned, cut = np.zeros(len(starts), bool), 0
         for begin, end in spans:
             learned |= (begin <= starts) & (ends <= end) & (starts < end)
             cut += int((((starts < begin) & (begin < ends)) | ((starts < end) & (end < ends))).sum())
-        return Encoded(np.array(encoded["input_ids"], np.int64), learned, cut)
+        tokens = np.array(encoded["input_ids"], np.int64)
+        return Encoded(tokens, learned, self._sizes(tokens, text, places), cut)
+
+    def _sizes(self, tokens: np.ndarray, text: str, places: np.ndarray) -> np.ndarray:
+        """Bytes of each of the tokens (n,), from their places (n, 2) in the text.
+
+        A character of several tokens counts with the first.
+        """
+        ends = np.maximum.accumulate(places[:, 1])
+        starts = np.maximum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+        before = np.cumsum([0, *(len(_utf8(letter)) for letter in text)])
+        return np.where(np.isin(tokens, self._special_tokens), 0, before[np.maximum(ends, starts)] - before[starts])
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

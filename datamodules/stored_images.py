@@ -11,11 +11,11 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules import fingerprints, memory
-from datamodules.base import LIMITS
 from datamodules.decoded import Decoded
 from datamodules.encoded import Damaged, Encoded
 from datamodules.fingerprints import Fingerprint
 from datamodules.images import IMAGENET, ImageData
+from datamodules.limits import LIMITS
 from datamodules.near_duplicates import recall_near_duplicates, repeated_values
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import Streamed, read_batches

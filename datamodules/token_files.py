@@ -22,16 +22,15 @@ from datamodules.chat_templates import Encoded, Template
 from datamodules.conversations import Conversation
 from datamodules.splits import Split
 
-VERSION = 1
+VERSION = 2
 LISTED = 5  # names of conversations in a message
 EMPTY, CUT_OFF = "empty", "cut off by --data.max_length before the response"
-NOTHING = Encoded(np.zeros(0, np.int64), np.zeros(0, bool))
+NOTHING = Encoded(np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, np.int64))
 # Of each text: its first token and its first one after the end; the tokens before the first that is learned; how many
-# are learned; bytes and characters of its response; a hash of its prompt.
+# are learned; the bytes of these; a hash of its prompt.
 INDEX = np.dtype(
-    [("start", "<i8"), ("stop", "<i8"), ("before", "<i4"), ("learned", "<i4"), ("bytes", "<i4"), ("characters", "<i4"),
-     ("prompt", "<u8")]
-)  # fmt: skip
+    [("start", "<i8"), ("stop", "<i8"), ("before", "<i4"), ("learned", "<i4"), ("bytes", "<i4"), ("prompt", "<u8")]
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,10 @@ class Texts:
         return torch.from_numpy(self.text(place)[0][: self.file.index[place]["before"]])
 
     def response_bytes(self) -> Tensor:
-        """Return (n,) int64, the bytes in UTF-8 of each text's responses, before any cut."""
+        """Return (n,) int64, the bytes in UTF-8 of what is learned of each text: of a response that is cut, the rest.
+
+        Special tokens, as a response's end, have none.
+        """
         return torch.from_numpy(self.file.index[self.places.numpy()]["bytes"].astype(np.int64))
 
     def to(self, device: torch.device) -> "Texts":
@@ -168,14 +170,14 @@ def _write(
         tokens, learned, index = (stack.enter_context(path.open("wb")) for path in paths)
         for conversation in conversations:
             encoded = NOTHING if conversation.is_empty else template.encode(conversation)
-            kept = Encoded(encoded.tokens[:max_length], encoded.learned[:max_length])
+            kept = encoded.first(max_length)
             if not kept.learned[1:].any():
                 why = CUT_OFF if encoded.learned[1:].any() else EMPTY
                 names.setdefault(why, []).append(conversation.name)
                 counts[why] += 1
                 del names[why][LISTED:]
                 continue
-            index.write(_entry(conversation, kept, counts["tokens"]).tobytes())
+            index.write(_entry(conversation.prompt, kept, counts["tokens"]).tobytes())
             tokens.write(kept.tokens.astype(kind).tobytes())
             learned.write(kept.learned.tobytes())
             counts["tokens"] += len(kept.tokens)
@@ -187,16 +189,11 @@ def _write(
     return {"version": VERSION, "type": kind.str, "left_out": left_out, **numbers}
 
 
-def _entry(conversation: Conversation, kept: Encoded, start: int) -> np.ndarray:
-    response, first = conversation.response, int(kept.learned[1:].argmax()) + 1
-    prompt = hashlib.blake2b(conversation.prompt.encode(errors="surrogatepass"), digest_size=8).digest()
-    return np.array(
-        (
-            start, start + len(kept.tokens), first, kept.learned[1:].sum(),
-            len(response.encode(errors="surrogatepass")), len(response), int.from_bytes(prompt, "little"),
-        ),
-        INDEX,
-    )  # fmt: skip
+def _entry(prompt: str, kept: Encoded, start: int) -> np.ndarray:
+    learned = kept.learned[1:]
+    key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=8).digest()
+    counts = learned.argmax() + 1, learned.sum(), kept.sizes[1:][learned].sum()
+    return np.array((start, start + len(kept.tokens), *counts, int.from_bytes(key, "little")), INDEX)
 
 
 def hash_file(path: Path) -> str:

@@ -35,7 +35,7 @@ def section(results: Results) -> list[str]:
     metric, compared = results.metric, [*rows(results)]
     if not compared:
         return []
-    counted, columns = metric.counted, [("variant", [row.name for row in compared])]
+    counted, columns = metric.drawn or metric.counted, [("variant", [row.name for row in compared])]
     explained = ["Intervals of 95 %: of each comparison alone, over seeds and on this test set, as in the table above"]
     columns.append((f"Δ alone, {metric.unit}", [metric.difference(row.single) for row in compared]))
     if any(row.corrected != row.single for row in compared):

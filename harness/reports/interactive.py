@@ -98,11 +98,17 @@ def _beside_accuracy(results: Results) -> str:
     scores = [metric.mean(net.scores[metric.name]) for net, _ in nets.values()]
     figures = [figure.column([values for _, values in nets.values()]) for figure in ON_PAGE]
     columns = [("net", list(nets)), (metric.title, scores), *figures]
-    explained = (
-        "Agreement: test samples of which a student predicts the teacher's class. KL: mean divergence of its "
-        "predictions from the teacher's. ECE: expected calibration error, the mean distance of confidence and "
-        "accuracy in 15 bins of confidence. Means over seeds."
-    )
+    if metric.counted != "samples":
+        explained = (
+            "Agreement: tokens of the test that count of which a student finds the teacher's token the likeliest, too. "
+            "KL: mean divergence of its distributions of such a token from the teacher's. Means over seeds."
+        )
+    else:
+        explained = (
+            "Agreement: test samples of which a student predicts the teacher's class. KL: mean divergence of its "
+            "predictions from the teacher's. ECE: expected calibration error, the mean distance of confidence and "
+            "accuracy in 15 bins of confidence. Means over seeds."
+        )
     return f"{explained}\n\n{table_of(columns).markdown()}"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.reports import differences, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.measures import COST, IN_TABLE, STEP, Figure
+from harness.reports.measures import COST, IN_TABLE, ON_PAGE, STEP, Figure
 from harness.reports.report import machine
 from harness.reports.results import (
     NetResults,
@@ -114,6 +114,7 @@ def table(results: Results, scores_first: bool = False) -> Table:
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
+        *(figure.column(figures) for figure in ON_PAGE if figure.key in metric.beside),
         *_averages(results),
         (f"Δ to ce, {metric.unit}", [*blank, *differences]),
     ]

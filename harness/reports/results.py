@@ -17,7 +17,7 @@ from lit_modules.tasks import ACCURACY, METRICS, Metric, metric_of
 from lit_modules.tasks.base import EMA
 
 BASELINE = "ce"
-SAMPLED = ("test_labels", "test_places")  # values of samples that are the same for each net
+SAMPLED = ("test_labels", "test_places", "test_weights")  # values of samples that are the same for each net
 
 Scores = Sequence[float | None]  # one a seed; None where the net failed
 Epochs = list[dict[str, float | None]]  # what a net logged of each epoch

@@ -3,12 +3,13 @@
 `test_right`: a bit for each sample. `test_predicted`: its class. Of a teacher `test_labels`, and `test_places` in the
 data set, unless they are counted from 0. All are in base64; before whole numbers stands their type, as in `u1:`. Of
 texts `test_sample_bpc`: a list of numbers, each the mean over a text's own tokens that count; a text without one has
-none. Means over the samples, or over the tokens of texts, are `test_ece`, and of students `test_kl` and
-`test_agreement`.
+none. Of responses `test_sample_bpb`: for each prompt, the bits of its responses over the mean number of bytes of a
+prompt's; of a teacher also `test_weights`, these numbers. Means over the samples, or over the tokens of texts, are
+`test_ece`, and of students `test_kl` and `test_agreement`.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -19,9 +20,15 @@ from lit_modules.tasks import Task
 
 DIGITS = 6  # that are kept of a value
 
+Units = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 
-def summarize(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
+
+def summarize(
+    task: Task, values: Mapping[str, Tensor], units: Units | None = None
+) -> tuple[dict[str, float | None], dict[str, str | list[float]]]:
     """Compute what a record keeps of a net's tested samples, of which these are the values (n,).
+
+    `units` gives more values (n,) of the samples at places (n,) of the test set: see `InMemoryData.test_units`.
 
     Returns:
         Figures over all samples, and values of single samples, both by key; nothing of none.
@@ -29,9 +36,11 @@ def summarize(task: Task, values: Mapping[str, Tensor]) -> tuple[dict[str, float
     arrays = {name: tensor.numpy() for name, tensor in values.items()}
     if not len(places := arrays.get("place", np.zeros(0))):
         return {}, {}
+    if units is not None:
+        arrays |= units(places.astype(np.int64))
     means = {f"test_{name}": mean if np.isfinite(mean) else None for name, mean in task.average_samples(arrays).items()}
     kept = {f"test_{name}": pack(value) for name, value in task.keep_samples(arrays).items()}
-    if (places != np.arange(len(places))).any():
+    if "unit" not in arrays and (places != np.arange(len(places))).any():
         kept["test_places"] = pack_classes(places)
     return means, kept
 
@@ -73,6 +82,9 @@ def unpack_classes(stored: Packed) -> np.ndarray:
 def difference_over_both(results: Results, student: str, baseline: str) -> Interval | None:
     """Compute the interval, over seeds and test samples, of a student's difference to the baseline.
 
+    Samples of unequal weights are such that the metric is a ratio of two sums over them: the interval is that of their
+    residuals, as the variance of a ratio is by linearisation (W. G. Cochran, "Sampling Techniques", 1977, 6.5).
+
     Seeds in which both finished count. None for a metric that is no mean over samples, or without their values.
     """
     key, students = results.metric.of_samples, results.students
@@ -81,7 +93,11 @@ def difference_over_both(results: Results, student: str, baseline: str) -> Inter
     count = len(labels(results))
     if not pairs or (isinstance(pairs[0][0], str) and not count):
         return None
-    return crossed_interval(np.stack([_values(a, count) - _values(b, count) for a, b in pairs]))
+    differences = np.stack([_values(a, count) - _values(b, count) for a, b in pairs])
+    if stored := results.teacher.sampled.get("test_weights"):
+        weights = unpack_classes(stored)
+        differences = differences + differences.mean(1, keepdims=True) * (1 - weights / weights.mean())
+    return crossed_interval(differences)
 
 
 def _values(stored: Packed, count: int) -> np.ndarray:

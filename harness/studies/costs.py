@@ -123,7 +123,7 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
     }
     if (correct := figures.get("test_correct")) is not None:
         figures["test_correct"] = round(correct)
-    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}))
+    of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}), data.test_units)
     if module.samples and scores:  # a loaded net has no training to measure
         weight, count = next(module.parameters()), min(data.batch_size, data.sizes["train"])
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)

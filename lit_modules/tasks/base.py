@@ -39,6 +39,8 @@ class Metric:
     counted: str  # what a data set's sizes count
     limits: tuple[float, float]  # the least and the greatest possible value, in its unit
     of_samples: str | None = None  # key of the values of single samples, if their mean is the metric
+    drawn: str = ""  # what these are values of, if not of what is counted
+    beside: tuple[str, ...] = ()  # keys of other figures that a table shows, as that of the agreement with a teacher
 
     @property
     def score(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,6 +22,12 @@ BITS = Metric(
     unit="bits", higher_is_better=False,
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")), of_samples="test_sample_bpc",
 )  # fmt: skip
+BYTES = replace(
+    BITS, name="test_bpb", tested=("test_bpb", "test_loss"),
+    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"}, beside=("test_agreement",),
+    word="bits per byte", title="test bits per byte", chart="validation, bits a byte", counted="conversations",
+    drawn="prompts", of_samples="test_sample_bpb",
+)  # fmt: skip
 
 
 class Tokens(Task):
@@ -28,25 +35,28 @@ class Tokens(Task):
 
     Args:
         tokens_per_character: of the text that is scored; 1 if tokens are characters.
+        tokens_per_byte: in its place, of responses that are judged by bits per byte.
     """
 
-    metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS})
-    metric = BITS
+    metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS, "bytes": BYTES})
     weight = "tokens"
 
-    def __init__(self, tokens_per_character: float = 1.0) -> None:
+    def __init__(self, tokens_per_character: float = 1.0, tokens_per_byte: float | None = None) -> None:
         super().__init__()
-        self.tokens_per_character = tokens_per_character
+        self.metric = BITS if tokens_per_byte is None else BYTES
+        self.tokens_per_unit = tokens_per_character if tokens_per_byte is None else tokens_per_byte
 
     @classmethod
     def of_data(cls, data: Any, metric: str | None = None) -> "Tokens":
-        """The task of a data module with `tokens_per_character`; BadInput for a metric, as there is no choice."""
+        """The task of a data module with such attributes; BadInput for a metric, as there is no choice."""
+        task = cls(data.tokens_per_character, data.tokens_per_byte)
         if metric is not None:
-            raise BadInput("metric", metric, f"no metric beside --data {data.name}, which is judged by {BITS.word}")
-        return cls(data.tokens_per_character)
+            expected = f"no metric beside --data {data.name}, which is judged by {task.metric.word}"
+            raise BadInput("metric", metric, expected)
+        return task
 
     def scores(self) -> "TokenScores":
-        return TokenScores(self.tokens_per_character)
+        return TokenScores(self.tokens_per_unit, self.metric.score)
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
         """Raise BadInput if labels are no classes, or if training does not know how many of them count."""
@@ -67,20 +77,31 @@ class Tokens(Task):
         return {TOKENS: tokens, **counts}
 
     def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The bits per character of each text that has a token that counts."""
-        return {"sample_bpc": values["bpc"][values["tokens"] > 0]}
+        """The bits per character of each text that has a token that counts.
+
+        Of responses, the bits of each `unit`, such as a prompt, divided by the mean of their sizes in bytes, and the
+        `weights` of units, their bytes: the mean of the former is the metric.
+        """
+        score = self.metric.score
+        if "unit" not in values:
+            return {f"sample_{score}": values[score][values["tokens"] > 0]}
+        bits = values[score] * values["tokens"] / self.tokens_per_unit
+        _, first, unit = np.unique(values["unit"], return_index=True, return_inverse=True)
+        order = first.argsort()  # of units by their first sample
+        bits, sizes = (np.bincount(unit, x)[order] for x in (bits, values["size"]))
+        return {f"sample_{score}": bits / max(sizes.mean(), 1.0), "weights": sizes.astype(np.int64)}
 
 
 class TokenScores(Scores):
-    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100."""
+    """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
 
-    names = ("loss", "bpc", "perplexity")
-    trained = ("bpc",)
-    sampled = ("bpc", "tokens")
+    `name` is that of the second: `bpc`, or `bpb` for bits per byte, of which `tokens_per_unit` are.
+    """
 
-    def __init__(self, tokens_per_character: float = 1.0) -> None:
+    def __init__(self, tokens_per_unit: float = 1.0, name: str = "bpc") -> None:
         super().__init__()
-        self.bits = tokens_per_character / math.log(2)  # per character, for a nat per token
+        self.bits, self.name = tokens_per_unit / math.log(2), name  # for a nat per token
+        self.names, self.trained, self.sampled = ("loss", name, "perplexity"), (name,), (name, "tokens")
         self.loss = ExactMean()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -88,13 +109,13 @@ class TokenScores(Scores):
 
     def compute(self) -> dict[str, Tensor]:
         loss = self.loss.compute()
-        return {"loss": loss, "bpc": loss * self.bits, "perplexity": loss.exp()}
+        return {"loss": loss, self.name: loss * self.bits, "perplexity": loss.exp()}
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        return {"bpc": (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
+        return {self.name: (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
     def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
         tokens = label_mask(labels).sum(1)
-        bits = self.per_label(logits, labels)["bpc"].where(label_mask(labels), 0.0)
-        return {"bpc": bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
+        bits = self.per_label(logits, labels)[self.name].where(label_mask(labels), 0.0)
+        return {self.name: bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}

@@ -73,6 +73,9 @@ def _rules(folder: Path) -> None:
 
     whole = "jumps<|im_end|>lazy <|im_end|>"  # without the new line after the end token, which is never generated
     assert text(None) == text(MARKED) == whole
+    for template in (None, MARKED):  # the bytes of contents, where a character may have several tokens
+        encoded = ChatTemplate(words, template).encode(conversation(("user", "grün"), ("assistant", "jümps 🦊 over")))
+        assert encoded.sizes[encoded.learned].sum() == len("jümps 🦊 over".encode())
     assert text(LAST_ALONE) == whole.replace("lazy ", "lazy")
     assert text(HEADERS, *TURNS[1:4]) == " jumps<|im_start|>"
     assert "renders the first turns" in bad_input(text, COUNTS)

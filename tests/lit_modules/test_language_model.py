@@ -219,7 +219,7 @@ def test_scores_count_tokens(tmp_path: Path) -> None:
     logits = torch.randn(5, 7, 11, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(11, (5, 7), generator=torch.Generator().manual_seed(1))
     labels[4, :3] = -100
-    scores = TokenScores(tokens_per_character=1.5)
+    scores = TokenScores(tokens_per_unit=1.5)
     for rows in ((0, 2), (2, 2), (2, 5)):
         scores.update(logits[slice(*rows)], labels[slice(*rows)])
     log_p = logits.double().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]

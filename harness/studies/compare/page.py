@@ -8,7 +8,7 @@ from pathlib import Path
 from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
-from harness.reports.measures import IN_TABLE
+from harness.reports.measures import IN_TABLE, ON_PAGE
 from harness.reports.pages import axis, cost_of, star_failed
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
@@ -39,6 +39,7 @@ def table(comparison: Comparison, scores_first: bool = False) -> Table:
     ]
     scores = [
         (metric.columns[metric.name].removeprefix("test "), [metric.mean(row.scores) for row in rows]),
+        *(figure.column(figures) for figure in ON_PAGE if figure.key in metric.beside),
         (f"Δ{to}, {metric.unit}", differences),
     ]
     costs = _sizes_and_times(formats) if formats else [figure.column(figures) for figure in IN_TABLE]
