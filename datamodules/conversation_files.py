@@ -72,8 +72,8 @@ Source = File | HubSplit | PythonHelp
 def open_sources(path: str | None, test_path: str | None) -> list[Source]:
     """Return the sources of conversations to train on and, if there are such, to test on.
 
-    Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face by folder or name, whose splits are `train` and
-    perhaps `test`.
+    Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face
+    by folder or name, whose splits are `train` and perhaps `test`.
 
     Raises:
         Missing: Parquet and data sets need the extra `datasets`.

@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,15 @@ class Parser(Declarations):
         experiment = {
             option: Setting(value)
             for option, value, unless, choices in self._experiments
-            if option not in early and unless not in early
-            and all(key in early and self.classes[key].is_same(early[key].value, name, {}) for key, name in choices.items())
-        }  # fmt: skip
+            if option not in early and unless not in early and self._are_chosen(choices, early)
+        }
         return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
+
+    def _are_chosen(self, choices: Mapping[str, str], settings: Layer) -> bool:
+        return all(
+            key in settings and self.classes[key].is_same(settings[key].value, name, {})
+            for key, name in choices.items()
+        )
 
     def _recipes_of(self, early: Layer) -> list[Layer]:
         values = {**self.options.defaults, **self._values(early)}

@@ -37,9 +37,9 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     "texts": {
         "data": "Chat", "data.max_length": 256, "data.sort_lengths": True,
         "teacher": "GPT", "teacher.num_layers": 2, "teacher.embed_dim": 64,
-        "student": "GPT", "student.num_layers": 1, "student.num_heads": 2, "student.embed_dim": 32,
+        "student": "GPT", "student.num_layers": 1, "student.embed_dim": 48,
         "optimizer": "AdamW", "scheduler": "OneCycleLR", "scheduler.max_lr": 1e-2,
-        "trainer.max_epochs": 5, "trainer.gradient_clip_val": 1.0,
+        "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
         "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.cosine": None, "variants.hint": None,
         "variants.reverse": "ReverseKL", "variants.gkd": "GKD",
     },

@@ -10,9 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from datamodules import Chat, Text
 from datamodules.chat_templates import END, MARKS
-from experiments import kd
 from tests.chats import chat, rows, write_lines
-from tests.commands import Refusal
 
 USER, ASSISTANT = MARKS["user"], MARKS["assistant"]
 

@@ -1,5 +1,7 @@
 """Chat templates of Hugging Face: the tokens that an assistant generates are learned, or the template is refused."""
 
+import contextlib
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -54,10 +56,10 @@ def learned(template: ChatTemplate, encoded: Encoded) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["rules", "chat", pytest.param("trl", marks=[pytest.mark.extras("trl"), pytest.mark.slow])]
+    "what", ["rules", "chat", "faults", pytest.param("trl", marks=[pytest.mark.extras("trl"), pytest.mark.slow])]
 )
 def test_the_assistants_turns_are_learned(what: str, tmp_path: Path) -> None:
-    checks: dict[str, Callable[[Path], None]] = {"rules": _rules, "chat": _chat, "trl": _trl}
+    checks: dict[str, Callable[[Path], None]] = {"rules": _rules, "chat": _chat, "faults": _faults, "trl": _trl}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
     assert run.wait() == 0, run.output
 
@@ -122,6 +124,45 @@ def _chat(folder: Path) -> None:
     common = ["--seeds", "1", "--only", "ce", "kd", "--trainer.max_epochs", "1", "--out", str(folder / "run")]
     kd.main([*flags, *nets, *common])
     assert results(folder / "run")["students"]["kd"]["test_loss"][0] > 0
+
+
+def _faults(folder: Path) -> None:
+    """Templates and models that can't be used, each refused by its flag before anything is trained."""
+    warnings.simplefilter("ignore")
+    save_llama(folder / "hf", max_position_embeddings=128)
+    save_tokenizer(folder / "words")
+    (folder / "syntax.jinja").write_text("{% for m in messages")
+    path = write_lines(folder / "chat.jsonl", rows(30))
+    faulty = Chat(path, tokenizer=str(folder / "words"), template=folder / "syntax.jinja")
+    assert bad_input(faulty.setup).startswith(f"data.template {folder / 'syntax.jinja'}: expected one that takes")
+
+    (folder / "hf" / "model.safetensors").rename(folder / "moved")
+    options = [
+        "--data",
+        "Chat",
+        "--data.path",
+        str(path),
+        "--data.max_length",
+        "128",
+        "--student",
+        "GPT",
+        "--seeds",
+        "1",
+    ]
+    teacher = ["--teacher", "HuggingFaceLM", "--teacher.name", str(folder / "hf"), "--teacher.pretrained", "true"]
+
+    def refused(*flags: str) -> str:
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
+            kd.main([*options, *teacher, "--out", str(folder / "run"), *flags])
+        (line,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+        return line
+
+    line = refused()
+    assert line.startswith("error: --teacher.name")
+    assert "model.safetensors" in line
+    (folder / "moved").rename(folder / "hf" / "model.safetensors")
+    assert refused("--data.tokenizer", "bytes").startswith("error: --data.tokenizer bytes: expected")
+    assert "--data.template" in refused("--data.template", str(folder / "syntax.jinja"))
 
 
 SPECIAL = re.compile(r"<[|｜][^>'\"{}]*?[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?INST\]|<\|?turn\|?>|<\|im_end\|>")

@@ -37,7 +37,7 @@ def test_chat_reads_it_without_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
     data.setup()
     assert sum(data.sizes.values()) == len([*PythonHelp().rows()])
     assert [path.name for path in tmp_path.iterdir()] == ["apprentice"]  # its tokens, and nothing elsewhere
-    text = bytes(data.split("test").file.text(0)[0].tolist()).decode()
+    text = bytes(data.split("test").text(0)[0].tolist()).decode()
     assert text == "\x02What does abs do?\x03\x04Return the absolute value of the argument.\x03"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     again = Chat(cache_dir=tmp_path / "given")
