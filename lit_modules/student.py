@@ -100,7 +100,7 @@ class Student(nn.Module):
         """Raise BadInput if the objective compares rows, which hold several texts each, and not their tokens."""
         if share := self.objective.on_policy:
             raise BadInput(f"variants.{name}.on_policy", share, "0, or --data.pack false: a row has one prompt")
-        if self.of_rows or self.objective.relates_rows:
+        if self.of_rows or self.objective.relates_rows or self.objective.relates_tokens:
             expected = "an objective that compares tokens one by one, or --data.pack false: it compares whole texts"
             raise BadInput(f"variants.{name}", type(self.objective).__name__, expected)
 

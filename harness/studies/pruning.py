@@ -33,7 +33,8 @@ class Pruning:
         choice = cli.choice_at(self.run.config, key)
         with cli.refusals(choice, key):
             pruned: nets.Pruned = cli.build(choice, key)
-            return pruned.make(teacher, self.kept.get((seed, key)) or pruned.first(teacher))
+            kept = self.kept.get((seed, key)) or pruned.first(teacher)
+            return keyed.with_seed(seed, lambda: pruned.make(teacher, kept))  # adapters begin with noise
 
     def choose(self, key: str, seed: int, teacher: nn.Module) -> None:
         """Choose what a student keeps, or read what was chosen before: on rank zero, for all ranks."""

@@ -54,16 +54,23 @@ class Pruned(Net):
             default: all.
         heads: query heads that each block keeps; those that share keys stay together; default: all.
         mlp: channels that each block's MLP keeps; default: all.
+        lora_rank: train only adapters of this rank, as those of `HuggingFaceLM`, beside what is kept; 0 trains all.
 
     Raises:
         BadInput: the teacher is of another kind, or has fewer of them.
     """
 
-    def __init__(self, layers: int | list[int] | None = None, heads: int | None = None, mlp: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: int | list[int] | None = None,
+        heads: int | None = None,
+        mlp: int | None = None,
+        lora_rank: int = 0,
+    ) -> None:
         super().__init__()
         if layers is None and heads is None and mlp is None:
             raise BadInput("layers", None, "a number of blocks, or --student.heads or --student.mlp: what to leave out")
-        self.layers, self.heads, self.mlp = layers, heads, mlp
+        self.layers, self.heads, self.mlp, self.lora_rank = layers, heads, mlp, lora_rank
 
     def first(self, teacher: nn.Module) -> Kept:
         """Return what a net of this size may keep, without measuring: to check the options and the net's shape.
@@ -72,6 +79,12 @@ class Pruned(Net):
             BadInput: an option can't be used with this teacher.
         """
         _, blocks = find_blocks(teacher)
+        if self.lora_rank and not isinstance(teacher, HuggingFaceLM):
+            raise BadInput(
+                "lora_rank", self.lora_rank, f"0 for a {type(teacher).__name__}, or a HuggingFaceLM as teacher"
+            )
+        if rank := getattr(teacher, "init_args", {}).get("lora_rank"):
+            raise BadInput("teacher.lora_rank", rank, "0: Pruned is made of weights without adapters")
         count, kept = len(blocks), self.layers
         if isinstance(kept, list):
             if not kept or sorted({*kept}) != kept or not 0 <= kept[0] <= kept[-1] < count:
@@ -128,7 +141,7 @@ class Pruned(Net):
     def make(self, teacher: nn.Module, kept: Kept) -> nn.Module:
         """Return a net of the teacher's class with what is kept of its weights."""
         path, _ = find_blocks(teacher)
-        net = _smaller(teacher, kept)
+        net = _smaller(teacher, kept, self.lora_rank)
         if next(teacher.parameters()).dtype == torch.float64:
             net.double()
         state = dict[str, Tensor]()
@@ -139,7 +152,11 @@ class Pruned(Net):
             elif number in kept.blocks:
                 place = kept.blocks.index(number)
                 state[f"{path}.{place}.{rest}"] = _cut(rest, value, kept, place, teacher)
-        net.load_state_dict(state)
+        ours = net.state_dict()
+        adapted = {key: f"{layer}.base_layer.{kind}" for key in state for layer, _, kind in [key.rpartition(".")]}
+        state = {adapted[key] if adapted[key] in ours else key: value for key, value in state.items()}
+        net.load_state_dict({key: value for key, value in ours.items() if "lora_" in key} | state)
+        net.kept_blocks = tuple(kept.blocks)  # type: ignore[assignment]
         return net
 
 
@@ -185,7 +202,7 @@ def _mlp_output(block: nn.Module) -> str:
     raise BadInput("mlp", type(block).__name__, "a teacher whose blocks have the MLP of Llama or GPT-2")
 
 
-def _smaller(teacher: nn.Module, kept: Kept) -> nn.Module:
+def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
     """Return a net of the teacher's class with fewer parts, and new weights."""
     arguments: dict[str, Any] = {**teacher.init_args}  # type: ignore[dict-item]
     if isinstance(teacher, GPT):
@@ -200,7 +217,8 @@ def _smaller(teacher: nn.Module, kept: Kept) -> nn.Module:
     if kept.channels is not None:
         changes["n_inner" if hasattr(config, "n_inner") else "intermediate_size"] = len(kept.channels[0])
     changes = {**(arguments.get("config") or {}), **changes}
-    return HuggingFaceLM(**{**arguments, "pretrained": False, "dtype": "float32", "config": changes})
+    new = {"pretrained": False, "dtype": "float32", "config": changes, "lora_rank": lora_rank}
+    return HuggingFaceLM(**{**arguments, **new})
 
 
 def _place(key: str, path: str) -> tuple[int | None, str]:

@@ -24,6 +24,7 @@ from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.nkd import NKD
 from lit_modules.objectives.nst import NST
 from lit_modules.objectives.pkt import PKT
+from lit_modules.objectives.relations import AttentionScores, MiniLM
 from lit_modules.objectives.reverse_kl import ReverseKL
 from lit_modules.objectives.review_kd import ReviewKD
 from lit_modules.objectives.rkd import RKD

@@ -108,6 +108,7 @@ class Objective(Recorded, nn.Module, ABC):
         relates_rows: whether a row's value depends on other rows, or a buffer changes with them. Then `forward` gets
             the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` should
             make them small, as they are sent. An objective that does not declare it is refused.
+        relates_tokens: whether a token's value depends on other tokens of its row; rows of several texts are refused.
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
         by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
             language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
@@ -128,6 +129,7 @@ class Objective(Recorded, nn.Module, ABC):
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
     relates_rows: bool = False
+    relates_tokens: bool = False
     fewest_related: int = 1
     by_token: bool = False
     needs_labels: bool = False

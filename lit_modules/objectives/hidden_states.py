@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
-from lit_modules.objectives.stages import StagesObjective, number_layers
+from lit_modules.objectives.stages import StagesObjective, map_blocks
 
 PROJECTED = "projected"  # features of the student, by the number of the pair
 
@@ -25,7 +25,8 @@ class HiddenStates(StagesObjective):
         hidden_weight: weight of the squared difference.
         ce_weight: weight of the cross-entropy with the labels.
         student_stages: the student's layers; default: all blocks.
-        teacher_stages: the teacher's, as many; default: block m N / M for the student's block m of M, of N.
+        teacher_stages: the teacher's, as many; default: block m N / M for the student's block m of M, of N; for a
+            student that is `Pruned`, the block before the next one that it keeps.
 
     Raises:
         BadInput: in `build`, a layer gives no tokens (b, T, D); in `choose`, a net names no blocks.
@@ -38,13 +39,9 @@ class HiddenStates(StagesObjective):
         self.hidden_weight, self.ce_weight = weight("hidden_weight", hidden_weight), weight("ce_weight", ce_weight)
 
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
-        """Choose the teacher's blocks at equal distances, unless the options name layers."""
+        """Choose the teacher's block for each of the student's, unless the options name layers."""
         super().choose(student, teacher)
-        ours, theirs = getattr(student, "stages", ()), getattr(teacher, "stages", ())
-        if self.stages["student_stages"] or self.stages["teacher_stages"] or len(theirs) < len(ours):
-            return
-        chosen = [f"stage{(m + 1) * len(theirs) // len(ours)}" for m in range(len(ours))]
-        self.teacher_layers = number_layers("teacher_stages", chosen)
+        map_blocks(self, student, teacher)
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         pairs = self._states(student, teacher)

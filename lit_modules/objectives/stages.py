@@ -119,6 +119,20 @@ def number_layers(option: str, paths: Sequence[str]) -> dict[str, str]:
     return {f"{option}.{number}": path for number, path in enumerate(paths)}
 
 
+def map_blocks(objective: StagesObjective, student: nn.Module, teacher: nn.Module) -> None:
+    """Let each block of the student learn from one of the teacher, unless the options name layers.
+
+    A student that keeps some of the teacher's blocks (`Pruned`) learns from what the next one that it keeps reads in
+    the teacher. Any other's block m of M learns from block m N / M of N.
+    """
+    ours, theirs = (len(getattr(net, "stages", ())) for net in (student, teacher))
+    if any(objective.stages.values()) or theirs < ours:
+        return
+    kept = getattr(student, "kept_blocks", ())
+    numbers = [*kept[1:], theirs] if kept else [(m + 1) * theirs // ours for m in range(ours)]
+    objective.teacher_layers = number_layers("teacher_stages", [f"stage{number}" for number in numbers])
+
+
 def pool_to(x: Tensor, size: Size) -> Tensor:
     """Average maps (b, C, H, W) to (b, C, *size); return the same tensor if they have this size."""
     height, width = x.shape[2:]

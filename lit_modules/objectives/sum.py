@@ -35,6 +35,7 @@ class Sum(Objective):
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self._name_layers()
         self.relates_rows = any(o.relates_rows for o in objectives)
+        self.relates_tokens = any(o.relates_tokens for o in objectives)
         self.by_token = all(o.by_token for o in objectives)
         self.needs_labels = any(o.needs_labels for o in objectives)
         taught = [o for o in objectives if o.uses_teacher]

@@ -169,3 +169,12 @@ def _folder_of_lora(folder: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(plain, folder / "run" / "seed0" / "ce" / "adapter").eval()
     count = net(tokens).shape[-1]
     torch.testing.assert_close(theirs(input_ids=tokens).logits[..., :count], net(tokens), rtol=0, atol=1e-5)
+    adapters = ["--student.layers", "[0,1,3]", "--student.lora_rank", "2", "--out", str(folder / "pruned")]
+    kd.main(_flags(folder, *adapters, teacher=["--teacher", "HuggingFaceLM", *name]))
+    _same_logits(folder / "pruned" / "seed0" / "ce")
+    assert not (folder / "pruned" / "seed0" / "ce" / "adapter").exists()  # of a model that has no name
+    net = load_net(folder / "pruned" / "seed0" / "ce")
+    assert {"lora_" in key for key, p in net.named_parameters() if p.requires_grad} == {True}
+    for key, value in net.model.state_dict().items():
+        if "lora_" not in key:
+            assert torch.equal(value, before[key.replace(".base_layer", "").replace("layers.2.", "layers.3.")]), key

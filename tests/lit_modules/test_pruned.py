@@ -90,6 +90,7 @@ def test_the_first_drop_is_the_best_of_all() -> None:
         ({"layers": [2, 1]}, "layers [2, 1]: expected blocks in their order, each once, from 0 to 4"),
         ({"layers": []}, "layers []: expected blocks in their order, each once, from 0 to 4"),
         ({"mlp": 8}, "mlp 8: expected it left out: of GPT whole blocks are kept or left out"),
+        ({"lora_rank": 2, "layers": 1}, "lora_rank 2: expected 0 for a GPT, or a HuggingFaceLM as teacher"),
         ({"heads": 1}, "heads 1: expected it left out: of GPT whole blocks are kept or left out"),
     ],
 )  # fmt: skip

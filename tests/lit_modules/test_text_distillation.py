@@ -20,7 +20,19 @@ from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
-from lit_modules.objectives import Cosine, CrossEntropy, Hinton, JensenShannon, Objective, ReverseKL, Sum, Term
+from lit_modules.objectives import (
+    AttentionScores,
+    Cosine,
+    CrossEntropy,
+    HiddenStates,
+    Hinton,
+    JensenShannon,
+    MiniLM,
+    Objective,
+    ReverseKL,
+    Sum,
+    Term,
+)
 from lit_modules.objectives.cross_entropy import cross_entropy
 from lit_modules.tasks import BITS, Tokens, tokens
 from tests.commands import kill_at, lasting, results, start
@@ -39,7 +51,10 @@ class Unmarked(Objective):
         return {"ce": Term(2 * cross_entropy(student.logits, labels), 1.0)}
 
 
-OBJECTIVES = {"ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": JensenShannon, "cosine": Cosine}
+OBJECTIVES = {
+    "ce": CrossEntropy, "kd": Hinton, "reverse": ReverseKL, "js": JensenShannon, "cosine": Cosine,
+    "hidden": HiddenStates, "scores": AttentionScores, "minilm": MiniLM,
+}  # fmt: skip
 SMALL = {"num_layers": 2, "embed_dim": 8, "tie_weights": False}
 
 

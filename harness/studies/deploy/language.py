@@ -63,7 +63,8 @@ def _write(folder: Path, tokenizer: Any) -> bool:
     with _recorded(out) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-    if isinstance(net, HuggingFaceLM) and (rank := net.init_args["lora_rank"]):
+    # What the adapters of a changed model belong to, such as those of a pruned one, has no name.
+    if isinstance(net, HuggingFaceLM) and (rank := net.init_args["lora_rank"]) and not net.init_args["config"]:
         with _recorded(folder / ADAPTER) as temporary:
             config = adapter_config(rank)
             config.base_model_name_or_path = net.name

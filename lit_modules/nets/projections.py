@@ -1,0 +1,115 @@
+"""Queries, keys and values of language models' self-attention, as methods that compare attention read them."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.attention import SelfAttention
+from lit_modules.nets.base import evaluating
+from lit_modules.nets.gpt import GPT
+from lit_modules.nets.hugging_face import HuggingFaceLM
+from lit_modules.nets.layers import INPUT, resolve, run
+
+JOINED = {"attention.qkv": "attention.out", "attn.c_attn": "attn.c_proj"}  # of GPT and GPT-2, with what reads the heads
+APART, OUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"  # of Llama's kind
+KINDS = "a block of GPT, or of a HuggingFaceLM of Llama's kind or GPT-2"
+TOLERANCE = 2e-2, 1e-3  # of 16 bits, and of more
+
+
+class Projections(NamedTuple):
+    """The layers of a block that give queries, keys and values, and what its attention makes of them."""
+
+    paths: tuple[str, ...]  # of one layer for all three, or of one for each
+    heads: int  # of queries; several may share a key and a value
+    scale: float | None = None  # of products; None for 1 / sqrt(width of a head)
+    frequencies: tuple[float, ...] = ()  # of rotary positions, in radians a token
+    magnitude: float = 1.0  # of what is rotated
+
+    def split(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values (b, T, heads, width) of the layers' outputs, with positions, at 32 bits."""
+        parts = outputs[0].chunk(3, -1) if len(outputs) == 1 else outputs
+        wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in parts]
+        width = wide[0].shape[2] // self.heads
+        query, key, value = (x.unflatten(2, (-1, width)) for x in wide)
+        key, value = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (key, value))
+        return self._rotate(query), self._rotate(key), value
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        if not (half := len(self.frequencies)):
+            return x
+        places = torch.arange(x.shape[1], device=x.device, dtype=torch.float64)
+        angles = places[:, None, None] * torch.tensor(self.frequencies, device=x.device, dtype=torch.float64)
+        cos, sin = ((f(angles) * self.magnitude).to(x.dtype) for f in (torch.cos, torch.sin))
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def scale_of(self, width: int) -> float:
+        return 1 / math.sqrt(width) if self.scale is None else self.scale
+
+
+def products(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return (b, T, heads, T), the scaled products of (b, T, heads, width) with those of every place."""
+    with torch.autocast(left.device.type, enabled=False):
+        return torch.einsum("bihd,bjhd->bihj", left, right) * scale
+
+
+def hide_later(scores: Tensor) -> Tensor:
+    """Set scores (b, T, heads, T) of later places, to which no token attends, to a number whose exponential is 0."""
+    places = torch.arange(scores.shape[1], device=scores.device)
+    return scores.masked_fill(places > places[:, None, None], torch.finfo(scores.dtype).min / 4)
+
+
+def find_projections(net: nn.Module, name: str, option: str) -> Projections:
+    """Return a block's projections; they are tried, so attention that differs in any way from this one is refused.
+
+    Raises:
+        BadInput: for `option`, the layer of this name is no block whose attention is known.
+    """
+    path = resolve(net, name)
+    parts = {key.removeprefix(f"{path}."): module for key, module in net.named_modules() if key.startswith(f"{path}.")}
+    joined = next((key for key in JOINED if key in parts), None)
+    if not isinstance(net, GPT | HuggingFaceLM) or not (joined or {*APART, OUT} <= {*parts}):
+        raise BadInput(option, name, KINDS)
+    heads = _heads(net, parts)
+    if joined:
+        projections, out = Projections((f"{path}.{joined}",), heads), JOINED[joined]
+    else:
+        normed = [key.replace("proj", "norm") for key in APART]
+        paths = [norm if norm in parts else key for norm, key in zip(normed, APART, strict=True)]
+        projections, out = Projections(tuple(f"{path}.{key}" for key in paths), heads), OUT
+        if isinstance(scaling := getattr(net.get_submodule(f"{path}.self_attn"), "scaling", None), float):
+            projections = projections._replace(scale=scaling)
+        rotary = next((m for m in net.modules() if hasattr(m, "inv_freq")), None)
+        if rotary is not None:
+            frequencies = tuple(rotary.inv_freq.double().tolist())  # type: ignore[operator]
+            magnitude = float(getattr(rotary, "attention_scaling", 1.0))
+            projections = projections._replace(frequencies=frequencies, magnitude=magnitude)
+    if not _is_right(net, projections, f"{path}.{out}{INPUT}"):
+        raise BadInput(option, name, f"{KINDS}; attention of this one is of another form")
+    return projections
+
+
+def _heads(net: nn.Module, parts: dict[str, nn.Module]) -> int:
+    own = next((module.num_heads for module in parts.values() if isinstance(module, SelfAttention)), None)
+    return int(own if own is not None else net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+
+
+def _is_right(net: nn.Module, projections: Projections, read: str) -> bool:
+    """Return whether attention by these projections is what the net's layer `read` gets."""
+    device = next(net.parameters()).device
+    with evaluating(net):
+        features = run(
+            net, torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device=device), {*projections.paths, read}
+        ).features
+        try:
+            query, key, value = projections.split([features[path] for path in projections.paths])
+            weights = hide_later(products(query, key, projections.scale_of(query.shape[3]))).softmax(-1)
+        except (RuntimeError, ZeroDivisionError):  # shapes of something else
+            return False
+        ours, theirs = torch.einsum("bihj,bjhd->bihd", weights, value).flatten(2), features[read]
+    tolerance = TOLERANCE[theirs.element_size() > 2]
+    return ours.shape == theirs.shape and bool(ours.allclose(theirs.to(ours.dtype), tolerance, tolerance))
