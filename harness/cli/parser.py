@@ -142,7 +142,8 @@ class Parser(Declarations):
         """Drop the settings of a choice in whose place others are named; BadInput if the user set one."""
         for flag in [flag for flag in settings if f"{flag}.".startswith(f"{key}.")]:
             setting = settings.pop(flag)
-            if setting.value is not None and setting is not self._defaults.get(flag):
+            is_default = setting is self._defaults.get(flag) or setting.source.startswith("--")  # or a recipe's
+            if setting.value is not None and not is_default:
                 raise BadInput(flag, setting.value, f"it left out: --{instead} is beside it, which names the nets")
 
     def _config(self, settings: Layer) -> Namespace:

@@ -38,7 +38,7 @@ def test_chat_reads_it_without_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(data.sizes.values()) == len([*PythonHelp().rows()])
     assert [path.name for path in tmp_path.iterdir()] == ["apprentice"]  # its tokens, and nothing elsewhere
     text = bytes(data.split("test").text(0)[0].tolist()).decode()
-    assert text == "\x02What does abs do?\x03\x04Return the absolute value of the argument.\x03"
+    assert text == "\x02What is ArithmeticError?\x03\x04Base class for arithmetic errors.\x03"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     again = Chat(cache_dir=tmp_path / "given")
     assert again.fingerprint() == data.fingerprint()

@@ -56,9 +56,9 @@ def test_chat_without_a_path_runs_the_recipe_of_texts() -> None:
     assert (found["recipe"], found["data"]["init_args"]["path"]) == (DEFAULT_OF_TEXTS, None)
     assert [name for name, choice in found["variants"].items() if choice] == ["ce", "kd", "reverse", "gkd"]
     assert {found[key]["class_path"] for key in ("teacher", "student")} == {"lit_modules.nets.GPT"}
-    other = chosen("--data", "Chat", "--student", "RNN", "--trainer.max_epochs", "2", "--data.batch_size", "4")
-    assert (other["student"]["class_path"], other["trainer"]["max_epochs"]) == ("lit_modules.nets.RNN", 2)
-    assert other["teacher"] == found["teacher"]
+    other = chosen("--data", "Chat", "--students.a", "GPT", "--trainer.max_epochs", "2", "--data.batch_size", "4")
+    assert (other["student"], other["students"]["a"]["init_args"]["embed_dim"]) == (None, 128)  # the class's own
+    assert (other["teacher"], other["trainer"]["max_epochs"]) == (found["teacher"], 2)
     assert other["data"]["init_args"] == {**found["data"]["init_args"], "batch_size": 4}
 
 
