@@ -23,6 +23,7 @@ from lit_modules.tasks.base import EMA
 from strategies.base.private import TorchDispatchMode
 
 LONGEST = 0.25  # seconds in which steps are timed, beyond the first three
+SLOW = 2.0  # seconds of a step of which one is enough
 Shape = Sequence[int]
 aten = torch.ops.aten
 
@@ -97,10 +98,12 @@ def alone(device: torch.device) -> Iterator[None]:
 def milliseconds(step: Callable[[], Tensor]) -> float:
     """Measure the median time of a step with its backward, after one warm-up step; the step clears gradients itself.
 
-    Of ten steps, or of as many as LONGEST seconds allow, but at least of three.
+    Of ten steps, or of as many as LONGEST seconds allow, but at least of three, unless one takes more than SLOW.
     """
     moments: list[float] = []
     while len(moments) < 4 or (len(moments) < 11 and moments[-1] - moments[0] < LONGEST):
+        if len(moments) > 1 and moments[-1] - moments[-2] > SLOW:
+            break
         loss = step()
         loss.backward()
         if loss.is_cuda:

@@ -1,5 +1,7 @@
 """Students that are made of their teacher's weights: what they keep is measured once a seed, written down and said."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -16,6 +18,7 @@ from lit_modules import nets
 from lit_modules.nets.pruned import Kept
 
 MEASURED = 256  # labels, at least, of whole samples
+SECONDS = 15.0  # between two lines of progress
 
 
 class Pruning:
@@ -46,7 +49,7 @@ class Pruning:
                 tokens, labels = self._texts(seed)
                 with cli.refusals(choice, key):
                     pruned: nets.Pruned = cli.build(choice, key)
-                    kept = pruned.choose(teacher, tokens, labels)
+                    kept = pruned.choose(teacher, tokens, labels, _say_at_times(f"seed {seed} {key}: "))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, yaml.safe_dump(kept._asdict(), default_flow_style=None))
             self.kept[seed, key] = Kept(**yaml.safe_load(read_text(path)))
@@ -65,3 +68,16 @@ class Pruning:
             if count >= len(order) or int((batch.labels != IGNORED).sum()) >= MEASURED:
                 return batch.inputs, batch.labels
             count += 1
+
+
+def _say_at_times(start: str) -> Callable[[str], None]:
+    """Return what says lines that begin so, if SECONDS have passed since the last one or since now."""
+    last = time.monotonic()
+
+    def say(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
+            notice(start + line)
+
+    return say

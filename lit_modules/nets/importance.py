@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice.batch import IGNORED
+from apprentice.batch import label_mask
+from lit_modules.nets.token_head import HIDDEN, find_token_head, logits_of, run_before_head
 
 TRIES = 4  # blocks that are measured again before one more is left out
 
@@ -23,21 +24,38 @@ class Loss(Protocol):
         """Say that the next calls leave out one more than these."""
 
 
-def drop_blocks(loss: Loss, count: int, left: int) -> tuple[list[int], float, float]:
+Say = Callable[[str], None]
+
+
+def drop_blocks(loss: Loss, count: int, left: int, say: Say = lambda _: None) -> tuple[list[int], float, float]:
     """Leave out one block after the other, each time the one without which the loss is least.
 
     Only the `TRIES` blocks that raised it least when they were last measured are measured again.
 
+    Args:
+        loss: of the net with some of its blocks.
+        count: blocks of the net.
+        left: blocks that stay.
+        say: takes a line after each measurement.
+
     Returns:
         The blocks that are left, the loss with them, and the loss with all.
     """
+    calls, done = 1 + count + sum(min(TRIES, size) for size in range(left + 1, count + 1)), 0
+
+    def measure(kept: Sequence[int]) -> float:
+        nonlocal done
+        value, done = loss(kept), done + 1
+        say(f"measured {done} of {calls} times, {len(kept)} of {count} blocks: loss {value:.3f} a token")
+        return value
+
     kept = list(range(count))
-    whole = least = loss(kept)
+    whole = least = measure(kept)
     loss.settle(kept)
-    increases = {number: loss(_without(kept, number)) - whole for number in kept}
+    increases = {number: measure(_without(kept, number)) - whole for number in kept}
     while len(kept) > left:
         tried = sorted(kept, key=lambda number: increases[number])[:TRIES]
-        losses = {number: loss(_without(kept, number)) for number in tried}
+        losses = {number: measure(_without(kept, number)) for number in tried}
         increases |= {number: value - least for number, value in losses.items()}
         dropped = min(tried, key=lambda number: losses[number])
         kept, least = _without(kept, dropped), losses[dropped]
@@ -78,7 +96,8 @@ class _Stored(nn.Module):
 class TokenLoss:
     """The mean cross-entropy a token of a net with some of its blocks.
 
-    What blocks before the one that is left out compute is stored, which halves the time.
+    What blocks before the one that is left out compute is stored, which halves the time, and logits are computed for
+    the tokens alone that count, if a linear layer gives them.
 
     Args:
         net: tokens (b, T) -> logits (b, T, V), in eval mode; blocks pass on what they return.
@@ -88,7 +107,9 @@ class TokenLoss:
     """
 
     def __init__(self, net: nn.Module, path: str, tokens: Tensor, labels: Tensor) -> None:
-        self.net, self.path, self.tokens, self.labels = net, path, tokens, labels.long()
+        self.net, self.path, self.tokens = net, path, tokens
+        self.counts = label_mask(labels)
+        self.labels, self.head = labels[self.counts].long(), find_token_head(net, tokens[:1, :2])
         self.blocks = list(net.get_submodule(path).children())
         self.settled: tuple[list[int], list[Any]] = [], []  # blocks, and the output of each after those before it
         self.best: tuple[float, list[int], list[Any]] = math.inf, [], []  # since then
@@ -102,14 +123,22 @@ class TokenLoss:
         hooks = [block.register_forward_hook(lambda _m, _i, output: new.append(output)) for block in blocks]
         try:
             with Subset(self.net, self.path, [*start, *blocks]):
-                logits = self.net(self.tokens)
+                logits = self._logits()
         finally:
             for hook in hooks:
                 hook.remove()
-        loss = F.cross_entropy(logits.flatten(0, -2).float(), self.labels.flatten(), ignore_index=IGNORED).item()
+        loss = F.cross_entropy(logits.float(), self.labels).item()
         if loss < self.best[0]:
             self.best = loss, list(kept), [*outputs[:same], *new]
         return loss
+
+    def _logits(self) -> Tensor:
+        """Compute those (n, V) of the tokens that count."""
+        if self.head is None:
+            logits: Tensor = self.net(self.tokens)
+            return logits[self.counts]
+        hidden = run_before_head(self.net, self.head, self.tokens).features[HIDDEN]
+        return logits_of(hidden[self.counts], *self.head.weights(self.net))
 
     def settle(self, kept: Sequence[int]) -> None:
         _, best, outputs = self.best

@@ -12,7 +12,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Net, evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
-from lit_modules.nets.importance import Subset, TokenLoss, drop_blocks, largest, mean_inputs
+from lit_modules.nets.importance import Say, Subset, TokenLoss, drop_blocks, largest, mean_inputs
 
 # Layers of a block of Llama's kind, by what is cut: rows of weight and bias, or columns of the weight.
 HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_attn.v_proj": "groups"}
@@ -111,8 +111,8 @@ class Pruned(Net):
             channels = [list(range(self.mlp))] * len(numbers)
         return Kept(numbers, heads, channels)
 
-    def choose(self, teacher: nn.Module, tokens: Tensor, labels: Tensor) -> Kept:
-        """Choose what to keep by tokens (b, T) and labels (b, T), of which -100 counts nowhere.
+    def choose(self, teacher: nn.Module, tokens: Tensor, labels: Tensor, say: Say = lambda _: None) -> Kept:
+        """Choose what to keep by tokens (b, T) and labels (b, T), of which -100 counts nowhere; `say` how far it is.
 
         Raises:
             BadInput: as `first`; or blocks of several kinds, among which none can be chosen.
@@ -123,7 +123,7 @@ class Pruned(Net):
                 if len({*_kinds_of_blocks(teacher)}) > 1:
                     raise BadInput("layers", self.layers, "a list of blocks: this teacher's are of several kinds")
                 loss = TokenLoss(teacher, path, tokens, labels)
-                numbers, least, whole = drop_blocks(loss, len(blocks), self.layers)
+                numbers, least, whole = drop_blocks(loss, len(blocks), self.layers, say)
                 kept = kept._replace(blocks=numbers, loss=least, whole=whole)
             left, counted = [blocks[number] for number in kept.blocks], labels != IGNORED
             with Subset(teacher, path, left):
