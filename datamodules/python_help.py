@@ -28,7 +28,7 @@ class PythonHelp:
 
     The names are those of the builtins and of some modules of the standard library, with the methods of their classes.
     Each sentence occurs once, so none that is tested on was learned. Python's versions differ in some names and
-    sentences (3.11 has 788 sentences), and `python -OO` drops those of modules that are written in Python.
+    sentences (3.11 has 738 sentences), and `python -OO` drops those of modules that are written in Python.
     """
 
     folder = None
