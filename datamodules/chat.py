@@ -41,7 +41,8 @@ class Chat(InMemoryData):
 
     Args:
         path: a file of JSON lines or Parquet, or a data set of Hugging Face, by name or folder, whose split `test` is
-            tested on if there is one; Parquet and data sets need the extra `datasets`.
+            tested on if there is one; Parquet and data sets need the extra `datasets`. Default: questions about names
+            of Python's library, and the first sentences of what its documentation says of them.
         prompt: the column of prompts; its values are texts, or lists of messages.
         response: the column of responses, likewise.
         messages: in place of both, the column of lists of messages, each with a `role` and a `content`.
@@ -122,8 +123,6 @@ class Chat(InMemoryData):
         """Read the data once; says what is left out."""
         if self._splits:
             return
-        if self.path is None:
-            raise BadInput("data.path", self.path, "a file of JSON lines with conversations")
         sources = open_sources(self.path, self.test_path)
         self.vocabulary = self._vocabulary(sources)
         template = self.conversation_template()
@@ -196,7 +195,7 @@ class Chat(InMemoryData):
             except (OSError, UnicodeDecodeError) as error:
                 raise BadInput("data.template", self.template, f"a file with a chat template; {error}") from None
         if isinstance(self.vocabulary, Subwords):
-            return ChatTemplate(self.vocabulary, text)
+            return ChatTemplate(self.vocabulary, text, self.template)
         if text is not None:
             expected = f"it left out beside --data.tokenizer {self.tokenizer or 'bytes'}, which has its own"
             raise BadInput("data.template", self.template, expected)
@@ -212,9 +211,10 @@ class Chat(InMemoryData):
         return TokenFile.open(folder)
 
     def _cache_folder(self, source: Source) -> Path:
-        beside = source.folder / FOLDER
-        if self.cache_dir is not None or is_writable(beside):
-            return self.cache_dir or beside
+        if self.cache_dir is not None:
+            return self.cache_dir
+        if source.folder is not None and is_writable(beside := source.folder / FOLDER):
+            return beside
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "apprentice"
 
     def check_tokenizer(self, name: str, whose: str) -> None:

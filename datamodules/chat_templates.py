@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -111,8 +112,9 @@ class ChatTemplate:
             computes. When a conversation is encoded: there is no template, or it does not fit.
     """
 
-    def __init__(self, vocabulary: Subwords, template: str | None = None) -> None:
+    def __init__(self, vocabulary: Subwords, template: str | None = None, file: Path | None = None) -> None:
         self.vocabulary, self.tokenizer = vocabulary, vocabulary.tokenizer
+        self._origin = file or f"the chat template of {vocabulary.name}"
         self.template = self._on_one_day(template or self._default())
         self.has_marks = bool(self.template and GENERATION.search(self.template))
         added = self.tokenizer.added_tokens_decoder
@@ -138,7 +140,7 @@ class ChatTemplate:
         return dated or None
 
     def _refusal(self, expected: str) -> BadInput:
-        return BadInput("data.template", f"the chat template of {self.vocabulary.name}", expected)
+        return BadInput("data.template", self._origin, expected)
 
     def key(self) -> str:
         return f"{self.vocabulary.content()} {self.template!r}"

@@ -9,6 +9,7 @@ from typing import Any
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 from datamodules.conversations import Row
+from datamodules.python_help import PythonHelp
 from datamodules.token_files import hash_file
 
 LINES, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
@@ -67,20 +68,20 @@ class HubSplit:
         return f"{self.path} ({self.split})"
 
 
-Source = File | HubSplit
+Source = File | HubSplit | PythonHelp
 
 
-def open_sources(path: str, test_path: str | None) -> list[Source]:
+def open_sources(path: str | None, test_path: str | None) -> list[Source]:
     """Return the sources of conversations to train on and, if there are such, to test on.
 
-    A path is a file by its ending, or else a data set of Hugging Face by folder or name, whose splits are `train` and
-    perhaps `test`.
+    Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face
+    by folder or name, whose splits are `train` and perhaps `test`.
 
     Raises:
         Missing: Parquet and data sets need the extra `datasets`.
         BadInput: there is no such file or data set, or no split `train`.
     """
-    training = _open(path)
+    training: list[Source] = [PythonHelp()] if path is None else _open(path)
     if test_path is None:
         return training
     *_, test = _open(test_path, "data.test_path")

@@ -44,7 +44,7 @@ from harness.studies.deploy.language import write_language_models
 from harness.studies.launched import is_job
 from harness.studies.layers import print_layers
 from harness.studies.other_tokens import in_tokens_of_students
-from harness.studies.recipes import DEFAULT, RECIPES, Recipe
+from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
 from lit_modules import nets, objectives
@@ -59,7 +59,8 @@ class Options(cli.RunOptions):
 
     Args:
         recipe: the settings of a published table; flags beside it change single ones, --print_config shows all. Where
-            no --data is chosen it is few-labels; null gives the options' own defaults.
+            no --data is chosen it is few-labels, and with --data Chat without a path texts; null gives the options' own
+            defaults.
         only: train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net.
         zoo: train by every method that fits the nets, and say which don't; the best comes first.
         best_epoch: test and keep each net's weights of its best epoch by a score of the validation, as val/acc or
@@ -251,6 +252,7 @@ def parser() -> cli.Parser:
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless="data")
+    parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless="data.path", choices={"data": "Chat"})
     parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
 

@@ -27,7 +27,7 @@ class Declarations:
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
         self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
-        self._experiment: tuple[str, Any, str] | None = None  # a plain option, its value, the key of a choice
+        self._experiments: list[tuple[str, Any, str, Mapping[str, str]]] = []  # see `default_experiment`
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._on_resume = rules_of(options)
         self._apart: list[str] = []  # how the flags of optimizers begin
@@ -68,9 +68,11 @@ class Declarations:
         """Let a value of a plain option, or one in its list, set many flags, each of which may be given beside it."""
         self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
 
-    def default_experiment(self, option: str, value: Any, unless: str) -> None:
-        """Give a plain option a value in new runs for which nothing is chosen at the key `unless`."""
-        self._experiment = option, value, unless
+    def default_experiment(
+        self, option: str, value: Any, unless: str, choices: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Give a plain option a value in new runs with these choices by key, for which `unless`, a flag, is not set."""
+        self._experiments.append((option, value, unless, choices))
 
     def add_optimizer(
         self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()

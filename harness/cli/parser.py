@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,18 @@ class Parser(Declarations):
 
     def _new_run(self, early: Layer) -> list[Layer]:
         """Return the defaults of a run with these settings of the user's, and those that its recipes add."""
-        experiment: Layer = {}
-        if self._experiment is not None:
-            option, value, key = self._experiment
-            experiment = {} if option in early or key in early else {option: Setting(value)}
+        experiment = {
+            option: Setting(value)
+            for option, value, unless, choices in self._experiments
+            if option not in early and unless not in early and self._are_chosen(choices, early)
+        }
         return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
+
+    def _are_chosen(self, choices: Mapping[str, str], settings: Layer) -> bool:
+        return all(
+            key in settings and self.classes[key].is_same(settings[key].value, name, {})
+            for key, name in choices.items()
+        )
 
     def _recipes_of(self, early: Layer) -> list[Layer]:
         values = {**self.options.defaults, **self._values(early)}
@@ -135,7 +142,8 @@ class Parser(Declarations):
         """Drop the settings of a choice in whose place others are named; BadInput if the user set one."""
         for flag in [flag for flag in settings if f"{flag}.".startswith(f"{key}.")]:
             setting = settings.pop(flag)
-            if setting.value is not None and setting is not self._defaults.get(flag):
+            is_default = setting is self._defaults.get(flag) or setting.source.startswith("--")  # or a recipe's
+            if setting.value is not None and not is_default:
                 raise BadInput(flag, setting.value, f"it left out: --{instead} is beside it, which names the nets")
 
     def _config(self, settings: Layer) -> Namespace:

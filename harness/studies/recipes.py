@@ -2,14 +2,14 @@
 
 Epochs, batch, optimizer, schedule, augmentation and the methods' weights are as published. So are the layers, which
 methods choose by default: the nets' stages are what the tables' code compares. Nothing is held out, so that all
-training images are trained on: choose no setting by the test accuracy that such a run prints. `few-labels` is ours, of
-the README's table, and holds a validation part out.
+training images are trained on: choose no setting by the test accuracy that such a run prints. `few-labels` and `texts`
+are ours, of the README's tables, and hold a validation part out.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Recipe = Literal["few-labels", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
+Recipe = Literal["few-labels", "texts", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
 
 # Tian et al. 2020, arXiv:1910.10699: 0.01 is their rate for MobileNetV2 and ShuffleNet, 0.05 for all other nets.
 _REPDISTILLER = {
@@ -20,6 +20,7 @@ _REPDISTILLER = {
 }  # fmt: skip
 
 DEFAULT: Recipe = "few-labels"  # of a run for which no data are chosen
+DEFAULT_OF_TEXTS: Recipe = "texts"  # of --data Chat without a path
 
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # Ours, of the README's table: rate, smoothing and weights validate best with seeds 100 to 109, of as many settings
@@ -31,6 +32,17 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
         "variants.kd": "Hinton", "variants.kd.temperature": 6.0, "variants.kd.kd_weight": 20.0,
         "variants.cosine": None, "variants.hint": "Hint",
         "variants.ttm": "TTM", "variants.ttm.gamma": 0.2, "variants.ttm.ttm_weight": 90.0,
+    },
+    # Ours, of the README's table of texts: rate, batch, widths and epochs by the validation of nets that learn from
+    # labels alone, with seeds 100 to 102 for the teacher; the methods have their own defaults.
+    "texts": {
+        "data": "Chat", "data.max_length": 256, "data.sort_lengths": True,
+        "teacher": "GPT", "teacher.num_layers": 1, "teacher.embed_dim": 96, "teacher_epochs": 6,
+        "student": "GPT", "student.num_layers": 1, "student.embed_dim": 48,
+        "optimizer": "AdamW", "scheduler": "OneCycleLR", "scheduler.max_lr": 1e-2,
+        "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
+        "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.cosine": None, "variants.hint": None,
+        "variants.reverse": "ReverseKL", "variants.gkd": "GKD",
     },
     # PyTorch, "Knowledge Distillation Tutorial"; weights and temperature of its methods are the defaults.
     "tutorial": {

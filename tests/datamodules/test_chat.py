@@ -10,9 +10,7 @@ import torch
 from apprentice.errors import BadInput
 from datamodules import Chat, Text
 from datamodules.chat_templates import END, MARKS
-from experiments import kd
 from tests.chats import chat, rows, write_lines
-from tests.commands import Refusal
 
 USER, ASSISTANT = MARKS["user"], MARKS["assistant"]
 
@@ -219,8 +217,7 @@ def test_faults_are_told_in_a_line(fault: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".apprentice/.*"))  # nothing half-made is left
 
 
-def test_a_run_without_conversations_and_a_text_of_json_lines_are_refused(tmp_path: Path, refusal: Refusal) -> None:
+def test_a_text_of_json_lines_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "chat.jsonl", rows(3))
-    assert "--data.path" in refusal(kd.main, "--data", "Chat", "--teacher", "GPT", "--student", "GPT")
     with pytest.raises(BadInput, match="--data Chat reads JSON lines"):
         Text(path).setup()

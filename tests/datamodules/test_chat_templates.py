@@ -1,5 +1,7 @@
 """Chat templates of Hugging Face: the tokens that an assistant generates are learned, or the template is refused."""
 
+import contextlib
+import io
 import json
 import re
 import warnings
@@ -64,10 +66,10 @@ def learned(template: ChatTemplate, encoded: Encoded) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["rules", "chat", pytest.param("trl", marks=[pytest.mark.extras("trl"), pytest.mark.slow])]
+    "what", ["rules", "chat", "refusals", pytest.param("trl", marks=[pytest.mark.extras("trl"), pytest.mark.slow])]
 )
 def test_the_assistants_turns_are_learned(what: str, tmp_path: Path) -> None:
-    checks: dict[str, Callable[[Path], None]] = {"rules": _rules, "chat": _chat, "trl": _trl}
+    checks: dict[str, Callable[[Path], None]] = {"rules": _rules, "chat": _chat, "refusals": _refusals, "trl": _trl}
     run = Run(checks[what], tmp_path, log=tmp_path / "log")
     assert run.wait() == 0, run.output
 
@@ -173,6 +175,34 @@ def _chat(folder: Path) -> None:
     assert results(folder / "run")["students"]["kd"]["test_loss"][0] > 0
     config = json.loads((folder / "run" / "seed0" / "kd" / "hf" / "generation_config.json").read_text())
     assert config["eos_token_id"] == list(data.end_tokens) == [2]
+
+
+def _refusals(folder: Path) -> None:
+    """Templates and models that can't be used, each refused by its flag before anything is trained."""
+    warnings.simplefilter("ignore")
+    save_llama(folder / "hf", max_position_embeddings=128)
+    save_tokenizer(folder / "words")
+    (folder / "syntax.jinja").write_text("{% for m in messages")
+    path = write_lines(folder / "chat.jsonl", rows(30))
+    faulty = Chat(path, tokenizer=str(folder / "words"), template=folder / "syntax.jinja")
+    assert bad_input(faulty.setup).startswith(f"data.template {folder / 'syntax.jinja'}: expected one that takes")
+
+    (folder / "hf" / "model.safetensors").rename(folder / "moved")
+    options = ["--data", "Chat", "--data.path", str(path), "--data.max_length", "128", "--student", "GPT"]
+    teacher = ["--teacher", "HuggingFaceLM", "--teacher.name", str(folder / "hf"), "--teacher.pretrained", "true"]
+
+    def refused(*flags: str) -> str:
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
+            kd.main([*options, *teacher, "--seeds", "1", "--out", str(folder / "run"), *flags])
+        (line,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+        return line
+
+    line = refused()
+    assert line.startswith("error: --teacher.name")
+    assert "model.safetensors" in line
+    (folder / "moved").rename(folder / "hf" / "model.safetensors")
+    assert refused("--data.tokenizer", "bytes").startswith("error: --data.tokenizer bytes: expected")
+    assert "--data.template" in refused("--data.template", str(folder / "syntax.jinja"))
 
 
 SPECIAL = re.compile(r"<[|｜][^>'\"{}]*?[|｜]>|<(?:start|end)_of_\w+>|</?s>|\[/?INST\]|<\|?turn\|?>|<\|im_end\|>")

@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, where they lie, and are committed with what a run gives."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,16 @@ def distributes(ran: Ran) -> None:
     assert ran.pictures == 1
 
 
+def answers(ran: Ran) -> None:
+    bits = {net: float(rest.removesuffix(" bits a byte")) for net, rest in zip(
+        ("teacher", "ce", "kd"), ran.after("teacher  ", "ce       ", "kd       "), strict=True)}  # fmt: skip
+    assert all(value < 5 for value in bits.values())
+    assert bits["teacher"] < bits["ce"]
+    questions = [line for line in ran.lines if re.fullmatch(r"What (does|is) \S+( do)?\?", line)]
+    assert len(questions) == 4 + 3
+    assert len([line for line in ran.lines if line.startswith("    student: ")]) == 3
+
+
 def pipelines(ran: Ran) -> None:
     assert float(*ran.after("largest difference of a weight")) < 1e-9
     assert len({*ran.after("one loss", "two loss")}) == 1
@@ -68,6 +79,7 @@ CHECKS: dict[str, Callable[[Ran], None]] = {
     "distillation": partial(distils, teacher=0.85, ce=0.85, kd=0.85, cosine=0.85),
     "your_own_teacher": partial(distils, teacher=0.85, ce=0.7, kd=0.7, at=0.7),
     "attention": attends,
+    "language_models": answers,
     "strategies": distributes,
     "pipeline": pipelines,
 }

@@ -8,7 +8,7 @@ import yaml
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.studies.recipes import DEFAULT, RECIPES, Recipe
+from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
 from tests.commands import Refusal, results
 
 
@@ -47,7 +47,30 @@ def test_every_recipe_is_one_of_the_command_line(name: Recipe) -> None:
     found = chosen("--recipe", name)
     assert found["recipe"] == name
     assert found["trainer"]["max_epochs"] == RECIPES[name]["trainer.max_epochs"]
-    assert (found["data"]["init_args"]["validation_size"] == 0) is (name != DEFAULT)
+    assert (found["data"]["init_args"]["validation_size"] == 0) is (name not in {DEFAULT, DEFAULT_OF_TEXTS})
+
+
+def test_chat_without_a_path_runs_the_recipe_of_texts() -> None:
+    found = chosen("--data", "Chat")
+    assert found == chosen("--recipe", DEFAULT_OF_TEXTS) == chosen("--data", "datamodules.Chat")
+    assert (found["recipe"], found["data"]["init_args"]["path"]) == (DEFAULT_OF_TEXTS, None)
+    assert [name for name, choice in found["variants"].items() if choice] == ["ce", "kd", "reverse", "gkd"]
+    assert {found[key]["class_path"] for key in ("teacher", "student")} == {"lit_modules.nets.GPT"}
+    other = chosen("--data", "Chat", "--students.a", "GPT", "--trainer.max_epochs", "2", "--data.batch_size", "4")
+    assert (other["student"], other["students"]["a"]["init_args"]["embed_dim"]) == (None, 128)  # the class's own
+    assert (other["teacher"], other["trainer"]["max_epochs"]) == (found["teacher"], 2)
+    assert other["data"]["init_args"] == {**found["data"]["init_args"], "batch_size": 4}
+
+
+def test_conversations_of_the_users_have_the_options_own_defaults() -> None:
+    both = ("--teacher", "GPT", "--student", "GPT")
+    found = chosen("--data", "Chat", "--data.path", "chat.jsonl", *both)
+    plain = chosen("--data", "Chat", "--recipe", "null", *both)
+    assert found["recipe"] is None
+    assert found["data"]["init_args"] == {**plain["data"]["init_args"], "path": "chat.jsonl"}
+    assert {**found, "data": None} == {**plain, "data": None}
+    with_recipe = chosen("--recipe", DEFAULT_OF_TEXTS, "--data.path", "chat.jsonl")
+    assert with_recipe["teacher"]["init_args"] == chosen("--data", "Chat")["teacher"]["init_args"]
 
 
 def test_without_data_the_default_experiment_runs() -> None:

@@ -29,7 +29,8 @@ def write_language_models(
 ) -> None:
     """In the main process of a run of texts, write each net's vocabulary, and `hf/` of the first seed's students.
 
-    A line says which have none, and why; `failed` says it of those whose loss was not finite.
+    A line says which have none, and why; not where transformers is absent from a run of embedded data. `failed` says it
+    of those whose loss was not finite.
     """
     vocabulary = getattr(run.data, "vocabulary", None)
     if run.data.task != "tokens" or vocabulary is None or not is_main_process():
@@ -43,7 +44,8 @@ def write_language_models(
     try:
         need("transformers", "transformers.modeling_utils", "tokenizers")
     except Missing as missing:
-        notice(f"no {FOLDER}/ of students, for transformers: {missing}")
+        if getattr(run.data, "path", None) is not None:
+            notice(f"no {FOLDER}/ of students, for transformers: {missing}")
         return
     template = run.data.conversation_template() if hasattr(run.data, "conversation_template") else None
     tokenizer, without = as_tokenizer(vocabulary, template), list[str]()
