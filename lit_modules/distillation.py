@@ -53,7 +53,8 @@ class Distillation(OnPolicyLearner):
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
             without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
             depend on its batch, the teacher runs every batch.
-        teacher_cache_dir: a folder that keeps them for other runs with the same teacher and data.
+        teacher_cache_dir: a folder that keeps them, and what the teacher writes, for other runs with the same teacher
+            and data.
         stored: of texts, what is kept there of the teacher's distribution for each token that counts; then later runs
             read it, and the teacher may be a `StoredTeacher`.
         task: what a label is; `Tokens()` if nets give logits (b, T, classes), a distribution for each token; default:
@@ -124,6 +125,7 @@ class Distillation(OnPolicyLearner):
         self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             self._build(self._example.expand(3, *input_shape))
+            self.generations_dir = teacher_cache_dir
             self.check_writers(self._example.dtype, end_tokens)
         self.average_runs(ema)
         self.train()

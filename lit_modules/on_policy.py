@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,8 +15,10 @@ from apprentice import keyed, replicas
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.averages import AveragingLearner
+from lit_modules.generations import Generations, Settings, prompt_lengths
 from lit_modules.nets import Outputs
 from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, row_keys
+from lit_modules.objectives import Objective
 from lit_modules.student import Student
 
 if TYPE_CHECKING:
@@ -31,11 +34,14 @@ class OnPolicyLearner(AveragingLearner):
     probability, the same number for all students, as the paper draws for a whole batch. A token is drawn from (seed,
     step, sample, position), so that texts depend neither on the ranks nor on the company; no gradient flows through
     them. A step is one of the optimizer. A row's prompt ends before its first label that counts.
+
+    Of an objective whose `teacher_writes` the teacher has continued all prompts before, once.
     """
 
     students: Mapping[str, Student]
     teacher: "nn.Module"
     end_tokens: Sequence[int] = ()  # that end a response
+    generations_dir: str | Path | None = None  # where the teacher's responses are kept for other runs
     _epoch: float = math.inf  # batches of an epoch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +50,7 @@ class OnPolicyLearner(AveragingLearner):
         self._tokens: dict[str, int] = {}  # of the global batch, by student; by "" the data's
         self._rows = 0  # in the global batch
         self._counts: list[Tensor] = []
+        self._generations: dict[Settings, Generations] = {}  # of the teacher
         self._weights: list[dict[str, int]] = []  # `_tokens` of each batch since the last step of the optimizer
 
     @property
@@ -75,11 +82,19 @@ class OnPolicyLearner(AveragingLearner):
         """Keep the tokens that end a response; raise BadInput for a student that can't write texts."""
         self.end_tokens = tuple(end_tokens)
         for name, student in self.students.items():
-            if share := student.objective.on_policy:
-                flag = f"variants.{name}.on_policy"
+            objective = student.objective
+            if share := objective.on_policy:
+                if input_dtype.is_floating_point and objective.teacher_writes:
+                    raise BadInput(
+                        f"variants.{name}", type(objective).__name__, "another method for inputs that are no texts"
+                    )
                 if input_dtype.is_floating_point:
-                    raise BadInput(flag, share, "0 for inputs that are no texts")
-                check_writer(student.net, f"variants.{name}")
+                    raise BadInput(f"variants.{name}.on_policy", share, "0 for inputs that are no texts")
+                if objective.teacher_writes:
+                    check_writer(self.teacher, "teacher")
+                    self._generations_of(objective)
+                else:
+                    check_writer(student.net, f"variants.{name}")
             if writers := [peer for peer in student.objective.peers if self.students[peer].objective.on_policy]:
                 raise BadInput(f"variants.{name}.peers", writers[0], "students with on_policy 0, which see the data")
 
@@ -106,6 +121,9 @@ class OnPolicyLearner(AveragingLearner):
     def _continue(self, name: str, batch: Batch, prompts: Tensor) -> Generated:
         student = self.students[name]
         objective = student.objective
+        if objective.teacher_writes:
+            texts = self._generations_of(objective).take(batch)
+            return _cut_texts(texts, prompts, getattr(student.net, "block_size", None))
         samples = batch.index if batch.draws is None else batch.draws
         keys = row_keys(samples, self.seed, *self._step_keys())
         with torch.autocast(batch.inputs.device.type, enabled=torch.is_autocast_enabled(batch.inputs.device.type)):
@@ -114,9 +132,24 @@ class OnPolicyLearner(AveragingLearner):
                 Sampling(objective.sampling_temperature), self.end_tokens,
             )  # fmt: skip
         longest = getattr(self.teacher, "block_size", None)
-        if longest is None or not objective.uses_teacher:
-            return texts
-        return texts._replace(lengths=texts.lengths.minimum((longest - prompts).clamp(min=0)))
+        return _cut_texts(texts, prompts, longest if objective.uses_teacher else None)
+
+    def _generations_of(self, objective: Objective) -> Generations:
+        """What the teacher writes for students of an objective's options."""
+        seed = self.seed if objective.sampling_temperature else 0
+        settings = Settings(objective.max_new_tokens, objective.sampling_temperature, seed, tuple(self.end_tokens))
+        if settings not in self._generations:
+            self._generations[settings] = Generations(self.teacher, settings, self.generations_dir, self.print)
+        return self._generations[settings]
+
+    def on_train_start(self) -> None:
+        """Let the teacher write the responses that students learn from, or read them."""
+        super().on_train_start()
+        objectives = [self.students[name].objective for name in self.active_runs]
+        written = {id(x): x for o in objectives if o.teacher_writes for x in [self._generations_of(o)]}
+        with self.trainer.precision_plugin.forward_context():
+            for generations in written.values():
+                generations.fill(getattr(self.trainer, "datamodule", None), self.trainer)
 
     def count_written(self) -> None:
         """Sum the tokens of all parts of the global batch by one message; collective."""
@@ -228,6 +261,13 @@ def _cut(x: Tensor, rows: slice, width: int, columns: int) -> Tensor:
     return x[:, :columns] if x.dim() > 1 and x.shape[1] == width else x
 
 
+def _cut_texts(texts: Generated, prompts: Tensor, longest: int | None) -> Generated:
+    """Cut responses to prompts of so many tokens (b,) where both together are longer than a net's texts."""
+    if longest is None:
+        return texts
+    return texts._replace(lengths=texts.lengths.minimum((longest - prompts).clamp(min=0)))
+
+
 def weigh_texts(texts: Batch, share: float) -> Batch:
     """Return texts with their `label_weight`, given the rows of the global batch for each token, or text, that counts.
 
@@ -237,12 +277,6 @@ def weigh_texts(texts: Batch, share: float) -> Batch:
     if not isinstance(texts.label_weight, Tensor):
         return texts._replace(label_weight=weight)
     return texts._replace(label_weight=counts * (weight / counts.sum(1, keepdim=True).clamp(min=1).double()))
-
-
-def prompt_lengths(labels: Tensor) -> Tensor:
-    """Return (b,), the tokens before the first response of rows with labels (b, T); 0 in a row without one."""
-    counts = label_mask(labels)
-    return (counts.int().argmax(1) + 1).where(counts.any(1), 0)
 
 
 def join_texts(batch: Batch, prompts: Tensor, written: Generated) -> Batch:

@@ -98,6 +98,8 @@ class Student(nn.Module):
 
     def check_packed(self, name: str) -> None:
         """Raise BadInput if the objective compares rows, which hold several texts each, and not their tokens."""
+        if self.objective.teacher_writes:
+            raise BadInput(f"variants.{name}", type(self.objective).__name__, "--data.pack false: a row has one prompt")
         if share := self.objective.on_policy:
             raise BadInput(f"variants.{name}.on_policy", share, "0, or --data.pack false: a row has one prompt")
         if self.of_rows or self.objective.relates_rows or self.objective.relates_tokens:

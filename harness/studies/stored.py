@@ -31,7 +31,8 @@ class StoredOutputs:
         self.is_on = self.config.teacher_top_k is not None
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
-        self.needs_weights = any(is_pruned(self.config, arm.net) for arm in listed)
+        writes = any(objective.teacher_writes for objective in self.objectives.values())
+        self.needs_weights = writes or any(is_pruned(self.config, arm.net) for arm in listed)
         self._nets: dict[int, StoredTeacher | None] = {}
         self._digest = ""
 
@@ -61,7 +62,7 @@ class StoredOutputs:
     def net(self, seed: int) -> StoredTeacher | None:
         """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
 
-        None where a student is made of its weights: then it is loaded, but does not run.
+        None where a student is made of its weights, or of what it writes: then it is loaded, but does not run.
 
         Raises:
             BadInput: the file is there, but changed or damaged.

@@ -29,6 +29,7 @@ from lit_modules.objectives.reverse_kl import ReverseKL
 from lit_modules.objectives.review_kd import ReviewKD
 from lit_modules.objectives.rkd import RKD
 from lit_modules.objectives.rld import RLD
+from lit_modules.objectives.sequence_level import SequenceLevel
 from lit_modules.objectives.simkd import SimKD
 from lit_modules.objectives.skew_kl import SkewKL
 from lit_modules.objectives.sp import SP

@@ -83,7 +83,7 @@ class TextStore:
     ) -> None:  # fmt: skip
         self.folder, self.form, self.classes, self.tell = Path(folder).expanduser(), form, classes, tell
         self.is_loaded = not isinstance(teacher, StoredTeacher)
-        self.weights = _digest_weights(teacher) if self.is_loaded else None
+        self.weights = digest_weights(teacher) if self.is_loaded else None
         self.source = source or (self.weights if self.is_loaded else teacher.teacher)
         self.layout: Layout | None = None
         self.entries: np.ndarray | None = None
@@ -260,7 +260,7 @@ def _plain(record: np.dtype) -> list[Any]:
     return [[name, field[0].base.str, list(field[0].shape)] for name, field in record.fields.items()]
 
 
-def _digest_weights(net: nn.Module) -> str:
+def digest_weights(net: nn.Module) -> str:
     """Hash the names, shapes and values of a net's weights, its class and its arguments."""
     arguments = {name: x for name, x in getattr(net, "init_args", {}).items() if not isinstance(x, str)}
     digest = hashlib.blake2b(repr([type(net).__name__, sorted(arguments.items())]).encode(), digest_size=16)

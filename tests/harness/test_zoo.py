@@ -30,7 +30,12 @@ STUDENTS: dict[str, Callable[..., nn.Module]] = {  # a method learns by the firs
     "vit": partial(net, ViT, distillation_token=True),
 }
 NEEDS = zoo.needs()
-OF_TEXTS = {"AttentionScores", "HiddenStates", "MiniLM"}  # that no net of images fits: see test_text_distillation
+OF_TEXTS = {
+    "AttentionScores",
+    "HiddenStates",
+    "MiniLM",
+    "SequenceLevel",
+}  # that no net of images fits: see test_text_distillation
 METHODS = sorted({*NEEDS} - OF_TEXTS)
 
 

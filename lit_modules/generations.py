@@ -1,0 +1,144 @@
+"""A teacher's own responses to the prompts of a training set, made once (sequence-level distillation)."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from apprentice import replicas
+from apprentice.batch import Batch, label_mask
+from apprentice.errors import BadInput, reason
+from lit_modules.nets.generation import Generated, Sampling, generate, row_keys
+from lit_modules.stored_teacher.store import digest_weights, read_texts
+
+VERSION = 1
+ROWS = 8  # of a chunk
+FLAG = "teacher_cache_dir"
+KEY = tuple(b"generations")  # of the draws
+
+
+class Settings(NamedTuple):
+    """How responses are written."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int  # of the draws; 0 where there are none
+    ends: tuple[int, ...]
+
+
+class Generations:
+    """What a frozen teacher writes for each prompt of a training set.
+
+    Ranks write chunks of fixed rows and order, so that the texts do not depend on their number, and keep each in a file
+    of a folder: a killed run goes on where it was, and a later one with the same teacher, texts and settings writes
+    nothing.
+
+    Args:
+        teacher: the whole net.
+        settings: how it writes.
+        folder: of the files; None keeps responses in memory alone.
+        tell: prints a line, on one rank.
+    """
+
+    def __init__(
+        self, teacher: nn.Module, settings: Settings, folder: str | Path | None, tell: Callable[[str], object]
+    ) -> None:
+        self.teacher, self.settings, self.tell = teacher, settings, tell
+        self.folder = None if folder is None else Path(folder).expanduser()
+        self._tokens = torch.zeros(0)  # (samples, N)
+        self._lengths: Tensor | None = None  # (samples,)
+        self._tried: dict[tuple[int, ...], Generated] = {}  # for rows of a batch, before all are written
+
+    def fill(self, data: object, trainer: Trainer) -> None:
+        """Write, or read, the responses to all prompts of a data module; collective.
+
+        Raises:
+            BadInput: the texts are not the same in each epoch, or a file is damaged.
+        """
+        if not getattr(data, "train_texts_repeat", False):
+            expected = (
+                "a data module whose texts are the same in each epoch, for responses that the teacher writes once"
+            )
+            raise BadInput("data", getattr(data, "name", type(data).__name__), expected)
+        device, count = trainer.strategy.root_device, int(data.places)  # type: ignore[attr-defined]
+
+        def chunks() -> Iterable[Batch]:
+            for start in range(ROWS * replicas.rank(), count, ROWS * replicas.count()):
+                index = torch.arange(start, min(start + ROWS, count))
+                inputs, labels = data.samples("train", index)  # type: ignore[attr-defined]
+                rows = Batch.of((inputs.to(device), labels.to(device)), 0, shared=False)
+                yield rows._replace(index=index.to(device))
+
+        folder = None
+        if self.folder is not None:
+            texts = read_texts(chunks(), count, device).digest
+            key = repr([VERSION, digest_weights(self.teacher), texts, self.settings, str(trainer.precision)]).encode()
+            folder = self.folder / f"generations-{hashlib.blake2b(key, digest_size=16).hexdigest()}"
+        tokens = torch.zeros(count, self.settings.max_new_tokens, dtype=torch.int64, device=device)
+        lengths, new = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        for chunk in chunks():
+            path = folder and folder / f"{int(chunk.index[0])}.npz"
+            written = _read(path, len(chunk.index), device) if path and path.exists() else None
+            if written is None:
+                written = self._write(chunk)
+                new += len(chunk.index)
+                if path:
+                    _save(path, written)
+            tokens[chunk.index], lengths[chunk.index] = written.tokens, written.lengths
+        self._tokens, self._lengths = replicas.all_reduce_sum_(tokens), replicas.all_reduce_sum_(lengths)
+        made = int(replicas.all_reduce_sum_(new))
+        where = f", kept in {folder}" if folder else ""
+        self.tell(f"teacher's responses to {count:,} prompts: {made:,} written, {count - made:,} read{where}")
+        self._tried.clear()
+
+    def take(self, batch: Batch) -> Generated:
+        """Return the responses to a batch's prompts."""
+        if self._lengths is not None:
+            return Generated(self._tokens[batch.index], self._lengths[batch.index])
+        key = tuple(batch.index.tolist())
+        if key not in self._tried:  # a step whose cost is measured
+            self._tried[key] = self._write(batch)
+        return self._tried[key]
+
+    def _write(self, batch: Batch) -> Generated:
+        settings, kind = self.settings, batch.inputs.device.type
+        keys = row_keys(batch.index, settings.seed, *KEY)
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)):
+            return generate(
+                self.teacher, batch.inputs, prompt_lengths(batch.labels), settings.max_new_tokens, keys,
+                Sampling(settings.temperature), settings.ends,
+            )  # fmt: skip
+
+
+def _save(path: Path, written: Generated) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(temporary, tokens=written.tokens.int().cpu().numpy(), lengths=written.lengths.cpu().numpy())
+        temporary.replace(path)
+    except OSError as error:
+        raise BadInput(FLAG, path.parent, f"a folder with space to write in; {reason(error)}") from None
+
+
+def _read(path: Path, rows: int, device: torch.device) -> Generated:
+    """Read a chunk of so many rows; a zip file has checksums."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, lengths = (torch.from_numpy(file[name].astype(np.int64)) for name in ("tokens", "lengths"))
+    except Exception as error:  # noqa: BLE001 - whatever zipfile and numpy make of damaged bytes
+        raise BadInput(FLAG, path, f"a whole file of responses: delete it; {reason(error)}") from None
+    if len(tokens) != rows:
+        raise BadInput(FLAG, path, f"responses to {rows} prompts, not {len(tokens)}: delete it")
+    return Generated(tokens.to(device), lengths.to(device))
+
+
+def prompt_lengths(labels: Tensor) -> Tensor:
+    """Return (b,), the tokens before the first response of rows with labels (b, T); 0 in a row without one."""
+    counts = label_mask(labels)
+    return (counts.int().argmax(1) + 1).where(counts.any(1), 0)
