@@ -89,7 +89,7 @@ class Options(cli.RunOptions):
             that is learned, or of all; later runs read them, and do not load the teacher.
         teacher_tail: what stands for other tokens: their mass as one bucket, which is the default; nothing, as the
             tokens are a sample of the distribution; or nothing, as those kept are renormalised.
-        loss_chunk: of texts, tokens whose logits training holds at once; 0: all; default: 128 if V is 4,096 or more.
+        loss_chunk: of texts, tokens whose logits are held at once; 0: all; default: 128 if V is 4,096 or more.
     """
 
     recipe: Recipe | None = None

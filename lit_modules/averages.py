@@ -9,7 +9,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from apprentice.errors import BadInput
 from lit_modules.learner import Learner
-from lit_modules.nets import run
 
 
 def average_weights(net: nn.Module, decay: float) -> AveragedModel:
@@ -62,7 +61,3 @@ class AveragingLearner(Learner):
         for name in self.active_runs:
             if name in self.averages:
                 cast("AveragedModel", self.averages[name]).update_parameters(self.net_of(name))
-
-    def predict_averaged(self, inputs: Tensor) -> dict[str, Tensor]:
-        nets = {name: self.average_of(name) for name in self.active_runs}
-        return {name: run(net, inputs).logits for name, net in nets.items() if net is not None}

@@ -10,9 +10,12 @@ from apprentice.batch import Batch, Mixed
 from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import heads, pipeline_stages, run
 from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, run_before_head
 from lit_modules.objectives.base import average_labelled, fill_uncounted, weigh_classes
 from lit_modules.prepared import prepare_net
-from lit_modules.tasks import Classification, Task
+from lit_modules.tasks import Classification, Task, Tokens
+from lit_modules.token_losses import CHUNK, LARGE
+from lit_modules.token_scores import HeadInputs, Logits, Predictions, has_chunks
 
 
 class LitClassifier(Learner):
@@ -33,6 +36,10 @@ class LitClassifier(Learner):
     """
 
     compiled = False
+    _head: TokenHead | None = None  # that scores leave out
+    _is_searched = False
+    _hidden: Tensor | None = None  # its inputs (B, T, H)
+    _scoring = False
 
     def __init__(
         self,
@@ -66,6 +73,12 @@ class LitClassifier(Learner):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, ..., classes) of inputs (B, ...), floats in the net's type."""
+        if self._scoring and not self._is_searched:
+            self._find_head(inputs)
+        if self._scoring and self._head is not None and has_chunks(self.net, self._head, CHUNK):
+            outputs = run_before_head(self.net, self._head, inputs)
+            self._hidden = outputs.features[HIDDEN]
+            return outputs.logits
         return run(self.net, inputs).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,6 +97,24 @@ class LitClassifier(Learner):
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         return {"": self(inputs)}
+
+    def _find_head(self, tokens: Tensor) -> None:
+        """Find the head that scores leave out: of a language model with a large vocabulary that is all on this rank."""
+        is_here = all(type(p) is nn.Parameter and not p.is_meta for p in self.net.parameters())
+        if self.compiled or not is_here or not isinstance(self.task, Tokens) or tokens.is_floating_point():
+            return
+        head, self._is_searched = find_token_head(self.net, tokens.new_zeros(1, 2)), True
+        self._head = head if head is not None and head.size >= LARGE else None
+
+    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions:
+        self.score_chunk, self._scoring, self._hidden = CHUNK, True, None
+        try:
+            logits: Logits = self(inputs)
+        finally:
+            self._scoring = False
+        if self._hidden is not None and self._head is not None:
+            logits, self._hidden = HeadInputs(self._hidden, *self._head.weights(self.net)), None
+        return Predictions(None, {"": logits}, {})
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         net = copy.deepcopy(self.net).train(not self.head_only)

@@ -22,10 +22,11 @@ from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.recorded import Spec, rebuild
 from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.token_head import run_before_head
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
-from lit_modules.on_policy import OnPolicyLearner
 from lit_modules.prepared import prepare_net
+from lit_modules.scored import ScoredBesideTeacher
 from lit_modules.side_by_side import side_by_side
 from lit_modules.stored_teacher import Stored, TextStore
 from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
@@ -34,7 +35,7 @@ from lit_modules.teacher import leave_out_of_state, make_cache, trained_teacher
 from lit_modules.token_losses import InChunks
 
 
-class Distillation(OnPolicyLearner):
+class Distillation(ScoredBesideTeacher):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -64,7 +65,7 @@ class Distillation(OnPolicyLearner):
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
-        loss_chunk: of texts, for how many tokens logits are held at once in training; 0: for all of a batch; default:
+        loss_chunk: of texts, for how many tokens logits are held at once; 0: for all of a batch; default:
             128 if there are 4,096 tokens or more in the vocabulary.
         end_tokens: of texts, tokens that end a response which a student writes.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
@@ -108,7 +109,7 @@ class Distillation(OnPolicyLearner):
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
-        self.teacher, self._storing, self._comparing = frozen, False, False
+        self.teacher, self._storing = frozen, False
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
@@ -198,6 +199,8 @@ class Distillation(OnPolicyLearner):
 
     def _ask_teacher(self, inputs: Tensor, whole: bool = False) -> Outputs:
         with torch.no_grad():
+            if (head := self.teacher_head()) is not None:
+                return run_before_head(self.teacher, head, inputs)
             if isinstance(self.cache, TextStore):
                 return condense_teacher(self._run_teacher(inputs), self._objectives)
             chunks = self._chunks if self.training and not (self._storing or whole) else InChunks(0, 0)
@@ -333,22 +336,6 @@ class Distillation(OnPolicyLearner):
         done = self.batches_done
         epoch, progress, rows = done / self._epoch, done / self._whole, (batch.index, batch.rows, batch.count)
         return Place(done, epoch, progress, *rows, self._samples, is_written=batch.is_written)
-
-    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        return self._logits(self(inputs)[1])
-
-    def predict_beside_teacher(self, inputs: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        if not self.has_teacher:
-            return super().predict_beside_teacher(inputs)
-        self._comparing = True
-        try:
-            teacher, students = self(inputs)
-        finally:
-            self._comparing = False
-        return teacher.logits, self._logits(students)
-
-    def _logits(self, students: Mapping[str, Outputs]) -> dict[str, Tensor]:
-        return {name: outputs.logits for name, outputs in students.items() if name not in self.inactive}
 
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""

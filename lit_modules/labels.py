@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning import LightningModule, Trainer
@@ -13,6 +13,13 @@ from apprentice import replicas
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput, reason
 from lit_modules.tasks.base import Range, Task
+
+
+class HasShape(Protocol):
+    """Logits, or what stands for them."""
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 class ChecksBatches(LightningModule):
@@ -68,7 +75,7 @@ class ChecksBatches(LightningModule):
             raise BadInput("data", f"inputs {shape} of {dtype}", expected) from error
         self._taken.add(kind)
 
-    def check_labels(self, logits: Tensor, batch: Batch) -> None:
+    def check_labels(self, logits: HasShape, batch: Batch) -> None:
         """Raise BadInput if a label is no class of these logits (b, ..., classes)."""
         labels = batch.labels
         if labels.shape != logits.shape[:-1]:

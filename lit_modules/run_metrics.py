@@ -12,7 +12,8 @@ from apprentice.batch import Batch
 from lit_modules.labels import ChecksBatches, require_batch
 from lit_modules.nets.recorded import Recorded
 from lit_modules.tasks.base import EMA, FIDELITY, LABELLED, TEXTS, TOKENS, Task
-from lit_modules.tasks.scores import PerSample, Scores, fidelity
+from lit_modules.tasks.scores import PerSample, Scores, TokenValues, fidelity
+from lit_modules.token_scores import Measured, Predictions
 
 BAR = ("loss", "acc")  # means over runs, for a progress bar
 
@@ -28,9 +29,11 @@ class RunMetrics(Recorded, ChecksBatches):
         samples: seen in training.
         of_labels: names of training values, as in `log_training`, that are means over the labelled rows alone.
         has_teacher: whether `predict_beside_teacher` gives a teacher's logits.
+        score_chunk: of texts, tokens whose logits evaluation holds at once; 0 for all of a batch.
     """
 
     has_teacher = False
+    score_chunk = 0
 
     def __init__(self, runs: Iterable[str], task: Task) -> None:
         super().__init__(task)
@@ -79,6 +82,14 @@ class RunMetrics(Recorded, ChecksBatches):
     def predict_averaged(self, inputs: Tensor) -> dict[str, Tensor]:
         """Logits of the active runs that have averages of their weights, by these."""
         return {}
+
+    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions:
+        """What evaluation scores: the logits of `predict` and, if `beside`, the teacher's.
+
+        A module may leave out those of texts, and give what `score_chunk` tokens at a time are computed from.
+        """
+        teacher, predicted = self.predict_beside_teacher(inputs) if beside else (None, self.predict(inputs))
+        return Predictions(teacher, predicted, self.predict_averaged(inputs))
 
     def scores_of(self, run: str) -> Scores:
         """The evaluation scores of a run."""
@@ -161,33 +172,28 @@ class RunMetrics(Recorded, ChecksBatches):
             tested.reset()  # type: ignore[operator]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        batch = Batch.of(require_batch(batch), 0, shared=False)
-        with self.naming_inputs(batch.inputs):
-            predicted = self.predict(batch.inputs)
-            averaged = self.predict_averaged(batch.inputs)
-        for run, logits in predicted.items():
-            self.check_labels(logits, batch)
-            _update(self.scores_of(run), logits, batch)
-        self._score_averaged(averaged, batch)
+        self._add_scores(Batch.of(require_batch(batch), 0, shared=False), beside=False)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         batch = Batch.of(require_batch(batch), 0, shared=False)
-        with self.naming_inputs(batch.inputs):
-            teacher, predicted = self.predict_beside_teacher(batch.inputs)
-            averaged = self.predict_averaged(batch.inputs)
-        self._score_averaged(averaged, batch)
-        for run, logits in predicted.items():
-            scores = self.scores_of(run)
-            self.check_labels(logits, batch)
-            _update(scores, logits, batch)
-            values = scores.of_sample(logits, batch.labels)
-            if teacher is not None:
-                values |= fidelity(logits, teacher, batch.labels)
+        measured = self._add_scores(batch, beside=True)
+        for run, logits in measured.students.items():
+            values = self.scores_of(run).of_sample(logits, batch.labels)
+            values |= fidelity(logits, measured.teacher, batch.labels)
             cast("PerSample", self.tested[self.runs.index(run)]).update(batch.index, values)
 
-    def _score_averaged(self, predicted: Mapping[str, Tensor], batch: Batch) -> None:
-        for run, logits in predicted.items():
-            _update(cast("Scores", self.averaged_scores[run]), logits, batch)
+    def _add_scores(self, batch: Batch, beside: bool) -> Measured:
+        """Add a batch to the scores of all runs; return what they are made of."""
+        with self.naming_inputs(batch.inputs):
+            predictions = self.evaluate(batch.inputs, beside)
+        for logits in predictions.students.values():
+            self.check_labels(logits, batch)
+        measured = predictions.measure_tokens(batch.labels, self.score_chunk)
+        for run, values in measured.students.items():
+            _update(self.scores_of(run), values, batch)
+        for run, values in measured.averaged.items():
+            _update(cast("Scores", self.averaged_scores[run]), values, batch)
+        return measured
 
     def of_samples(self) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
@@ -239,7 +245,7 @@ class RunMetrics(Recorded, ChecksBatches):
         self.log_dict(tags(values, stage), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
 
 
-def _update(scores: Scores, logits: Tensor, batch: Batch) -> None:
+def _update(scores: Scores, logits: Tensor | TokenValues, batch: Batch) -> None:
     scores.index = batch.index
     scores.update(logits, batch.labels)
 

@@ -55,6 +55,7 @@ class Student(nn.Module):
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
         token_head: of a language model whose losses are computed in chunks, the head that is left out in training.
+        score_head: the head that is left out while it is scored (`is_scored`).
         of_rows: the terms with one value for a whole row of tokens; known after `build`.
     """
 
@@ -63,10 +64,14 @@ class Student(nn.Module):
         self.net, self.objective = net, objective
         self.of_labels: set[str] = set()
         self.token_head: TokenHead | None = None
+        self.score_head: TokenHead | None = None
+        self.is_scored = False
         self.of_rows: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Outputs:
         """Logits (b, classes), and the features that the objective compares."""
+        if self.is_scored and self.score_head is not None and is_whole(self.net, self.score_head):
+            return run_before_head(self.net, self.score_head, inputs)
         return self.objective.adapt(self.raw(inputs))
 
     def raw(self, inputs: Tensor) -> Outputs:

@@ -57,22 +57,27 @@ class InChunks:
         usual = CHUNK if vocabulary >= LARGE else 0
         self.size = (usual if size is None else size) if vocabulary else 0
         self.head: TokenHead | None = None  # the teacher's
+        self.score_head: TokenHead | None = None  # the same, that scores leave out
         self.is_logits_read = False  # whether a student reads the teacher's logits of all tokens
 
     def choose(self, teacher: nn.Module, students: Mapping[str, Student], tokens: Tensor) -> None:
-        """Choose the students, by their objectives and nets alone, given example inputs (b, T)."""
-        if not self.size or isinstance(teacher, Ensemble):  # whose members' logits are compared
+        """Choose the students, by their objectives and nets alone, given example inputs (b, T); scores need no more."""
+        if not self.size:
+            return
+        has_weights = not isinstance(teacher, Ensemble | StoredTeacher)
+        self.score_head = find_token_head(teacher, tokens) if has_weights else None
+        for student in students.values():
+            student.score_head = find_token_head(student.net, tokens)
+        if isinstance(teacher, Ensemble):  # whose members' logits are compared
             return
         peers = {peer for student in students.values() for peer in student.objective.peers}
         for name, student in students.items():
             if _goes_by_token(student.objective) and name not in peers:
-                student.token_head = find_token_head(student.net, tokens)
+                student.token_head = student.score_head
         whole = [s for s in students.values() if s.token_head is None]
         self.is_logits_read = any(s.objective.uses_teacher for s in whole)
-        if isinstance(teacher, StoredTeacher):
-            return
         if len(whole) < len(students) and any(s.objective.uses_teacher for s in students.values()):
-            self.head = find_token_head(teacher, tokens)
+            self.head = self.score_head
 
     def run_teacher(
         self, teacher: nn.Module, inputs: Tensor, names: Collection[str]

@@ -1,6 +1,7 @@
 """Evaluation scores, which count each sample once on any number of ranks, and values of single test samples."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,13 @@ class ExactMean(Metric):
         return mean.where(self.broken == 0, torch.nan)
 
 
+class TokenValues(NamedTuple):
+    """In place of the logits of texts: values (b, T) of their tokens, 0 where a label does not count."""
+
+    ce: Tensor  # cross-entropies
+    beside: Mapping[str, Tensor]  # beside a teacher those of `compare_logits`, else none
+
+
 class Scores(nn.Module):
     """The scores of one run."""
 
@@ -55,7 +63,7 @@ class Scores(nn.Module):
     sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
     index: Tensor | None = None  # places (b,) in the set of the samples that `update` gets, if they are known
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
+    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
         raise NotImplementedError
 
@@ -72,7 +80,7 @@ class Scores(nn.Module):
         """Values (b, ...) by name in `trained`, whose means are logged; `ce` are cross-entropies, if known already."""
         raise NotImplementedError
 
-    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
         """Values (b,) by name in `sampled` of logits (b, ..., classes) and labels (b, ...)."""
         return {}
 
@@ -117,15 +125,23 @@ class PerSample(Metric):
         return {"place": places, **dict(zip(self.names, values[order].unbind(1), strict=True))}
 
 
-def fidelity(logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """How a net follows its teacher, (b,) each: KL(teacher || net) in nats, and whether both predict the same class.
-
-    Logits (b, ..., classes). Of texts they are means over the tokens that have a label. (Stanton et al., "Does
-    Knowledge Distillation Really Work?", 2021.)
-    """
+def compare_logits(logits: Tensor, teacher: Tensor) -> dict[str, Tensor]:
+    """How logits (..., classes) follow a teacher's, (...) each: `kl` and `agreement` of `fidelity`."""
     log_q, log_p = (F.log_softmax(widen(x), -1) for x in (logits, teacher))
     kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-    values = {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
+    return {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
+
+
+def fidelity(logits: Tensor | TokenValues, teacher: Tensor | None, labels: Tensor) -> dict[str, Tensor]:
+    """How a net follows its teacher, (b,) each: KL(teacher || net) in nats, and whether both predict the same class.
+
+    Logits (b, ..., classes). Of texts they are means over the tokens that have a label. Nothing without a teacher.
+    (Stanton et al., "Does Knowledge Distillation Really Work?", 2021.)
+    """
+    if isinstance(logits, TokenValues):
+        values = dict(logits.beside)
+    else:
+        values = {} if teacher is None else compare_logits(logits, teacher)
     if labels.ndim == 1:
         return values
     known = label_mask(labels)

@@ -14,7 +14,7 @@ from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
-from lit_modules.tasks.scores import ExactMean, Scores
+from lit_modules.tasks.scores import ExactMean, Scores, TokenValues
 
 BITS = Metric(
     name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
@@ -104,8 +104,8 @@ class TokenScores(Scores):
         self.names, self.trained, self.sampled = ("loss", name, "perplexity"), (name,), (name, "tokens")
         self.loss = ExactMean()
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        self.loss.update(cross_entropy(logits, labels)[label_mask(labels)])
+    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+        self.loss.update(_losses(logits, labels)[label_mask(labels)])
 
     def compute(self) -> dict[str, Tensor]:
         loss = self.loss.compute()
@@ -114,8 +114,12 @@ class TokenScores(Scores):
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         return {self.name: (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
 
-    def of_sample(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
         tokens = label_mask(labels).sum(1)
-        bits = self.per_label(logits, labels)[self.name].where(label_mask(labels), 0.0)
+        bits = (_losses(logits, labels) * self.bits).where(label_mask(labels), 0.0)
         return {self.name: bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
+
+
+def _losses(logits: Tensor | TokenValues, labels: Tensor) -> Tensor:
+    return logits.ce if isinstance(logits, TokenValues) else cross_entropy(logits, labels).detach()
