@@ -1,11 +1,14 @@
 """What a stored teacher costs and loses: size, time, loss and gradient against k, for a teacher of Hugging Face.
 
-    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl     # 70 CPU seconds, one thread
+    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl                # 70 CPU seconds, one thread
+    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl --train 24     # trains a student by each row
 
 FOLDER is a Llama-like model of transformers, or a .gguf file. The data have the columns `question` and `answer`. A
 student is the teacher without one of its layers, near to it; another is its first and last quarter, far from it. Each
 row compares the forward KL divergence at temperature 1, and its gradient on the student's logits, with those of the
-teacher's whole distribution, over all response tokens.
+teacher's whole distribution, over all response tokens. With `--train N` the rows are those of a student with half of
+SmolLM2's blocks that has trained by each form on N texts, one a step: its forward KL divergence from the whole
+distribution, and its cross-entropy, on `--texts` others.
 """
 
 import argparse
@@ -18,9 +21,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from apprentice.batch import label_mask
 from apprentice.gguf import model_folder
+from benchmarks.lm_speed import BLOCKS
 from datamodules import Chat
 from lit_modules.nets import HuggingFaceLM, Outputs
 from lit_modules.objectives import Hinton
@@ -53,13 +58,57 @@ def gradient(z_s: Tensor, teacher: Outputs) -> tuple[float, Tensor]:
     return loss.item(), torch.autograd.grad(loss, z_s)[0]
 
 
-def measure(args: argparse.Namespace) -> list[str]:
-    """Return the rows of the table."""
+def prepare(args: argparse.Namespace) -> tuple[Chat, HuggingFaceLM]:
+    """Return the data and the teacher."""
     folder = model_folder(args.model)
     data = Chat(args.data, prompt="question", response="answer", tokenizer=folder, batch_size=4, max_length=512)
     data.setup()
+    return data, HuggingFaceLM(folder, data.num_classes, data.block_size, pretrained=True).eval()
+
+
+def kl_and_ce(student: HuggingFaceLM, texts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
+    """Return means over tokens: KL(p_t || p_s), and the cross-entropy."""
+    kl, ce, count = 0.0, 0.0, 0
+    for inputs, labels, z_t in texts:
+        with torch.no_grad():
+            log_s = student(inputs)[label_mask(labels)].log_softmax(-1)
+        kl += F.kl_div(log_s, z_t.log_softmax(-1), reduction="sum", log_target=True).item()
+        ce += F.nll_loss(log_s, labels[label_mask(labels)].long(), reduction="sum").item()
+        count += len(z_t)
+    return kl / count, ce / count
+
+
+def train(args: argparse.Namespace) -> list[str]:
+    """Train a student by each form; return the rows of the table."""
+    data, teacher = prepare(args)
+    texts = []
+    for chunk in torch.arange(args.train + args.texts).split(1):
+        inputs, labels = data.samples("train", chunk)
+        with torch.no_grad():
+            texts.append((inputs, labels, teacher(inputs)[label_mask(labels)]))
+    training, others = texts[: args.train], texts[args.train :]
+    start = without_layers(teacher, args.blocks)
+    rows = ["untrained | {:.3f} | {:.3f}".format(*kl_and_ce(start, others))]
+    for form in FORMS:
+        student, tokens = copy.deepcopy(start), 0
+        optimizer = torch.optim.AdamW(student.parameters(), lr=args.lr)
+        record = form.record(data.num_classes, is_double=False)
+        for inputs, labels, z_t in training:
+            counts = label_mask(labels)
+            taught = form.expand(form.reduce(z_t, record, tokens), torch.ones(1, len(z_t), dtype=torch.bool))
+            outputs = Outputs(student(inputs)[counts][None], {})
+            optimizer.zero_grad()
+            Hinton(1.0)(outputs, taught, labels[counts][None])["kd"].values.mean().backward()
+            optimizer.step()
+            tokens += len(z_t)
+        rows.append("{} | {:.3f} | {:.3f}".format(form, *kl_and_ce(student, others)))
+    return rows
+
+
+def measure(args: argparse.Namespace) -> list[str]:
+    """Return the rows of the table."""
+    data, teacher = prepare(args)
     everything = sum(int(data.split(part).labels.sum()) for part in ("train", "validation", "test"))
-    teacher = HuggingFaceLM(folder, data.num_classes, data.block_size, pretrained=True).eval()
     count = len(layers_of(teacher))
     quarter = count // 4
     students = {
@@ -104,7 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="a folder of transformers, or a .gguf file")
     parser.add_argument("data", type=Path, help="JSON lines")
     parser.add_argument("--texts", type=int, default=12)
-    print("\n".join(measure(parser.parse_args(argv))))
+    parser.add_argument("--train", type=int, default=0, help="texts that a student trains on by each row")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="that this student has")
+    args = parser.parse_args(argv)
+    print("\n".join(train(args) if args.train else measure(args)))
 
 
 if __name__ == "__main__":

@@ -14,21 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import (
-    common,
-    data_speed,
-    gpt_speed,
-    gpu,
-    int8_speed,
-    kd_speed,
-    lm_speed,
-    local_sgd,
-    tune_speed,
-    zoo_speed,
-)
+from benchmarks import common, data_speed, gpt_speed, gpu, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
 from benchmarks.common import Measurement, Target
 from tests.language import written
-from tests.language_parts import save_llama
 from tests.processes import Run
 
 
@@ -315,24 +303,3 @@ def test_figures_of_a_gpu_can_be_had_of_a_cpu(tmp_path: Path) -> None:
     assert "why not" not in written
     assert "Not all was measured" not in written
     assert len([line for line in written.splitlines() if line.startswith("| ")]) == 6  # 4 rows
-
-
-@pytest.mark.slow
-@pytest.mark.extras("transformers")
-def test_students_of_language_models_are_timed_in_processes_of_their_own(tmp_path: Path) -> None:
-    run = Run(_time_language_models, tmp_path, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
-
-
-def _time_language_models(folder: Path) -> None:
-    save_llama(folder / "teacher", max_position_embeddings=512)
-    lines = [{"question": f"the fox {i}", "answer": "lazy dog " * (i + 1)} for i in range(5)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sides = [lm_speed.OURS, lm_speed.FOUR, lm_speed.STORED, lm_speed.WRITING]
-    flags = ["--teacher", str(folder / "teacher"), "--data", str(folder / "data.jsonl"), "--blocks", "0", "3"]
-    sizes = ["--steps", "1", "--batch_size", "2", "--new_tokens", "3", "--repeat", "1", "--threads", "1"]
-    record = measured(lm_speed, folder / "out.json", *flags, *sizes, "--only", *sides)
-    assert record["ratios"].keys() == {"four", "four cpu"}
-    assert record["tokens"][lm_speed.WRITING] == 2 * 3
-    assert len({record["tokens"][side] for side in sides[:3]}) == 1
-    assert all(value > 0 for figures in record["figures"].values() for value in figures.values())
