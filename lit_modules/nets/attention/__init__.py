@@ -1,0 +1,8 @@
+"""Attention layers, one concept a file."""
+
+from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.kernels import Backend, use_kernel
+from lit_modules.nets.attention.masks import mask_texts
+from lit_modules.nets.attention.softmax import SelfAttention, any_kernel
+
+__all__ = ["Backend", "Cache", "SelfAttention", "any_kernel", "mask_texts", "use_kernel"]
