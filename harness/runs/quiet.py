@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
     with log_levels(levels | dict.fromkeys(OF_FLAGS, logging.INFO)), warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
-        warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention$")  # the refusal has torch's reasons
+        warnings.filterwarnings("ignore", module=r"lit_modules\.nets\.attention\.")  # the refusal has torch's reasons
         warnings.formatwarning = _line
         try:
             yield
