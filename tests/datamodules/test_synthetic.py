@@ -16,8 +16,8 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import Copying, Needle, Recall, synthetic
 from datamodules.synthetic import SyntheticTexts
+from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
-from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT
 from lit_modules.tasks import Tokens, task_of
 from tests.commands import kill_at, lasting, nets, results, start
@@ -171,9 +171,9 @@ def test_kd_trains_on_it_and_resumes(name: str, tmp_path: Path) -> None:
     flags = f"--data {name} --data.train_size 96 --data.validation_size 32 --data.test_size 32 --data.batch_size 32 "
     flags += "--teacher GPT --student GPT --teacher.num_layers 1 --teacher.embed_dim 16 --student.num_layers 1 "
     flags += "--student.embed_dim 16 --only ce --seeds 1 --export false"
-    line = [*flags.split(), "--trainer.max_epochs", "2"]
+    line = [*flags.split(), "--trainer.max_epochs", "2", "--checkpoint_every", "1e-9"]
     start(tmp_path / "whole", *line).check()
-    killed = kill_at(LitClassifier if name == "Copying" else Distillation, "training_step", 4)
+    killed = kill_at(SafePoints, "on_train_batch_start", 5, after=True)
     start(tmp_path / "parts", *line, before=killed).check(-signal.SIGKILL)
     start(tmp_path / "parts", *line, "--resume", "true").check()
     facts = results(tmp_path / "whole")
