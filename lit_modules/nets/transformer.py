@@ -69,8 +69,11 @@ class Block(nn.Module):
             return last
         mixed, after = self.attention(self.norm1(x), cache, mask), self.norm_place == "sandwich"
         x = x + self.dropout1(self.norm1_after(mixed) if after else mixed)
-        change = self.mlp(self.norm2(x))
-        return x + self.dropout2(self.norm2_after(change) if after else change)
+        change: Tensor = self.mlp(self.norm2(x))
+        if after:
+            change = self.norm2_after(change)
+        dropped: Tensor = self.dropout2(change)
+        return x + dropped
 
     def parallel_layers(self) -> dict[str, ParallelStyle]:
         """How ranks share the block, by the paths of layers: each computes some heads and some of the MLP's units."""
