@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
@@ -148,6 +149,11 @@ class RecurrentMixer(nn.Module):
         heads, features, width = self.state_shape()
         inputs = 0 if self.conv is None else (self.conv.width - 1) * 3 * self.embed_dim
         return heads * features * width * max(element_size, 4) + inputs * element_size
+
+    @staticmethod
+    def parallel_layers() -> dict[str, ParallelStyle]:
+        """Nothing is cut under tensor parallelism: each rank computes all heads, and shares what is around."""
+        return {}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, chunk={self.chunk}"
