@@ -164,7 +164,8 @@ class MiniLM(RelationObjective):
 class AttentionScores(RelationObjective):
     """attention_weight * mean over blocks, heads and places of (a_s - a_t)^2 + ce_weight * CE, for each token.
 
-    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax.
+    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax. Blocks are paired by
+    `student_stages` and `teacher_stages`; by default as those of HiddenStates.
 
     Source: Jiao et al. 2020, "TinyBERT: Distilling BERT for Natural Language Understanding" (arXiv:1909.10351),
     equation 7, with its uniform map of layers; `Sum` joins it with HiddenStates, equation 8.
@@ -173,8 +174,6 @@ class AttentionScores(RelationObjective):
         attention_weight: weight of the squared difference.
         ce_weight: weight of the cross-entropy with the labels.
         relation_heads: that of RelationObjective.
-        student_stages: the student's blocks; default: all.
-        teacher_stages: the teacher's, as many; default: those of HiddenStates.
 
     Raises:
         BadInput: in `choose`, a layer is no block whose attention is known; in `build`, heads don't fit.
