@@ -18,8 +18,8 @@ class HiddenStates(StagesObjective):
 
     h are outputs of blocks (b, T, D_s) and (b, T, D_t). W_m is trained with the student, one for each pair of layers,
     and not exported. Layers are paired by `student_stages` and `teacher_stages`; without them each block of the student
-    is paired, number m of M with number m N / M of the teacher's N; of a student that is `Pruned`, with the block before
-    the next one that it keeps.
+    is paired, number m of M with number m N / M of the teacher's N; one of a student that is `Pruned`, with the block
+    before the next one that it keeps.
 
     Source: Jiao et al. 2020, "TinyBERT: Distilling BERT for Natural Language Understanding" (arXiv:1909.10351),
     equation 8, with its uniform map of layers; without the embeddings.
