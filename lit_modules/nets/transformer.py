@@ -51,9 +51,13 @@ class Transformer(Net):
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """How ranks share the blocks, by the paths of layers: each computes some heads and some of the MLPs' units."""
-        return {
-            "blocks.*.attention.qkv": ColwiseParallel(),
-            "blocks.*.attention.out": RowwiseParallel(),
+        mlps: dict[str, ParallelStyle] = {
             "blocks.*.mlp.0": ColwiseParallel(),
             "blocks.*.mlp.2": RowwiseParallel(),
         }
+        mixers = [(name, block.attention) for name, block in self.named_modules() if isinstance(block, Block)]
+        return {
+            f"{name}.attention.{layer}": style
+            for name, mixer in mixers
+            for layer, style in getattr(mixer, "parallel_layers", dict)().items()
+        } | mlps
