@@ -289,6 +289,12 @@ class InMemoryData(LightningDataModule):
             return EpochOrder(size, *self._order_options)
         return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, *self._order_options)
 
+    def order_of(self, epoch: int) -> Tensor:
+        """Return (n,) int64, the places of the training samples in the order of an epoch's batches."""
+        order = self._order(self.sizes["train"])
+        order.set_epoch(epoch)
+        return order.places(order.indices())
+
     @property
     def _order_options(self) -> tuple[int, Callable[[], int], bool]:
         """The seed, the position and whether all epochs have the order of the first."""

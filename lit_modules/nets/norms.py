@@ -1,26 +1,29 @@
-"""Norms of tokens."""
+"""Norms of tokens: layer norm, and RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lit_modules.nets.base import check_sizes
+from apprentice.errors import BadInput
+
+TokenNorm = Literal["layer", "rms"]
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019, arXiv:1910.07467): x / √(mean of x² + eps) · w, over the last axis.
+    """x / √(mean x² + eps) times a weight, over the last dimension D; computed in float32 at least, as Llama's.
 
-    The norm is computed in float32, or in float64 for such inputs. Llama rounds to the input's type before it
-    multiplies by the weight; Gemma multiplies by (1 + w) first (`unit_offset`).
+    Llama rounds to the input's type before it multiplies by the weight, Gemma after: in bfloat16 a third of the values
+    differ.
 
     Args:
-        width: of the last axis.
-        eps: added to the mean.
-        unit_offset: whether to multiply by 1 + w, with w 0 at first, as Gemma does.
+        width: D.
+        eps: added to the mean of squares.
+        unit_offset: multiply by 1 + weight, which starts at 0, and round after it (Gemma).
     """
 
     def __init__(self, width: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
         super().__init__()
-        check_sizes(width=width)
         self.eps, self.unit_offset = eps, unit_offset
         self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
 
@@ -29,8 +32,22 @@ class RMSNorm(nn.Module):
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.unit_offset:
             return (normed * (1 + self.weight.to(wide.dtype))).to(x.dtype)
-        scaled: Tensor = self.weight * normed.to(x.dtype)
-        return scaled
+        return self.weight * normed.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, unit_offset={self.unit_offset}"
+        return f"{len(self.weight)}, eps={self.eps}, unit_offset={self.unit_offset}"
+
+
+def token_norm(kind: TokenNorm, width: int, eps: float, bias: bool = True, unit_offset: bool = False) -> nn.Module:
+    """Return a norm of tokens (..., width); `bias` is that of a layer norm, `unit_offset` that of an RMS norm.
+
+    Raises:
+        BadInput: an unknown kind, or an offset for a layer norm.
+    """
+    if kind == "rms":
+        return RMSNorm(width, eps, unit_offset)
+    if kind != "layer":
+        raise BadInput("norm", kind, "layer or rms")
+    if unit_offset:
+        raise BadInput("unit_offset", True, "false with norm=layer: only RMS norms have it")
+    return nn.LayerNorm(width, eps, bias=bias)

@@ -120,7 +120,7 @@ class Objective(Recorded, nn.Module, ABC):
         temperatures: at which it compares them.
         peers: names of students whose outputs it reads from `place.peers`.
         on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
-            writes itself, drawn at the `sampling_temperature`.
+            writes itself, drawn at the `sampling_temperature`; those of `every` so many steps at once.
         teacher_writes: whether these texts are the teacher's, which are written once.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
         place: the point in training, set before each call of `forward`, `build` and `after_batch`.
@@ -140,6 +140,7 @@ class Objective(Recorded, nn.Module, ABC):
     temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
     on_policy: float = 0.0
+    every: int = 1
     teacher_writes: bool = False
     max_new_tokens: int = 1
     sampling_temperature: float = 1.0
