@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from apprentice import keyed, replicas
-from apprentice.batch import IGNORED, Batch, label_mask
+from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.averages import AveragingLearner
 from lit_modules.generations import Generations, Settings, prompt_lengths
@@ -21,6 +21,7 @@ from lit_modules.nets.generation import Generated, Sampling, check_writer, gener
 from lit_modules.objectives import Objective
 from lit_modules.student import Student
 from lit_modules.written_ahead import Window, Written, take, write_ahead
+from lit_modules.written_texts import cut_rows, cut_texts, join_texts, weigh_texts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,7 +180,7 @@ class OnPolicyLearner(AveragingLearner):
         student = self.students[name]
         if student.objective.teacher_writes:
             texts = self._generations_of(student.objective).take(batch)
-            return _cut_texts(texts, prompts, getattr(student.net, "block_size", None))
+            return cut_texts(texts, prompts, getattr(student.net, "block_size", None))
         samples = batch.index if batch.draws is None else batch.draws
         return self._generate(name, batch, prompts, row_keys(samples, self.seed, *self._step_keys()))
 
@@ -192,7 +193,7 @@ class OnPolicyLearner(AveragingLearner):
                 Sampling(objective.sampling_temperature), self.end_tokens,
             )  # fmt: skip
         longest = getattr(self.teacher, "block_size", None)
-        return _cut_texts(texts, prompts, longest if objective.uses_teacher else None)
+        return cut_texts(texts, prompts, longest if objective.uses_teacher else None)
 
     def _generations_of(self, objective: Objective) -> Generations:
         """What the teacher writes for students of an objective's options."""
@@ -271,7 +272,7 @@ class OnPolicyLearner(AveragingLearner):
         parts, first = {}, 0
         for name, x in texts.items():
             rows, columns = slice(first, first := first + len(x.inputs)), x.inputs.shape[1]
-            parts[name] = outputs.map(partial(_cut, rows=rows, width=width, columns=columns))
+            parts[name] = outputs.map(partial(cut_rows, rows=rows, width=width, columns=columns))
         return parts
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
@@ -314,41 +315,3 @@ class OnPolicyLearner(AveragingLearner):
 
 def _first(batch: Batch) -> int:
     return int(batch.rows[0]) if len(batch.rows) else -1
-
-
-def _cut(x: Tensor, rows: slice, width: int, columns: int) -> Tensor:
-    """Return some rows of outputs, of those for texts that were padded to a width the first columns."""
-    x = x[rows]
-    return x[:, :columns] if x.dim() > 1 and x.shape[1] == width else x
-
-
-def _cut_texts(texts: Generated, prompts: Tensor, longest: int | None) -> Generated:
-    """Cut responses to prompts of so many tokens (b,) where both together are longer than a net's texts."""
-    if longest is None:
-        return texts
-    return texts._replace(lengths=texts.lengths.minimum((longest - prompts).clamp(min=0)))
-
-
-def weigh_texts(texts: Batch, share: float) -> Batch:
-    """Return texts with their `label_weight`, given the rows of the global batch for each token, or text, that counts.
-
-    Texts count alike where those of the data do.
-    """
-    weight, counts = texts.inputs.shape[1] * share, label_mask(texts.labels)
-    if not isinstance(texts.label_weight, Tensor):
-        return texts._replace(label_weight=weight)
-    return texts._replace(label_weight=counts * (weight / counts.sum(1, keepdim=True).clamp(min=1).double()))
-
-
-def join_texts(batch: Batch, prompts: Tensor, written: Generated) -> Batch:
-    """Return the rows with the prompts, of `prompts` (b,) tokens, and what was written; all of that is learned."""
-    ends = prompts + written.lengths
-    width = max(int(ends.max()) if len(ends) else 0, 2)
-    places = torch.arange(width, device=prompts.device)
-    of_prompt = batch.inputs.long().gather(1, places.clamp(max=batch.inputs.shape[1] - 1).expand(len(ends), -1))
-    new = (places - prompts[:, None]).clamp(0, written.tokens.shape[1] - 1)
-    text = of_prompt.where(places < prompts[:, None], written.tokens.gather(1, new))
-    counts = (places >= prompts[:, None]) & (places < ends[:, None])
-    labels = text.where(counts, IGNORED)[:, 1:]
-    kept = {"mixed": None, "class_weights": None, "is_written": True}
-    return batch._replace(inputs=text[:, :-1], labels=labels, **cast("Any", kept))

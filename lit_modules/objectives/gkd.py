@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.jensen_shannon import generalized_jsd
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Linear, Log, space
 from lit_modules.objectives.top_k import DISJOINT
 
 

@@ -19,10 +19,11 @@ from datamodules.text_loaders import weigh_sequences
 from harness.runs.safepoints import SafePoints
 from lab.strategies import LocalSGD
 from lit_modules.distillation import Distillation
+from lit_modules.generations import prompt_lengths
 from lit_modules.nets.generation import Generated, Sampling, generate, row_keys
 from lit_modules.objectives import DML, GKD, CrossEntropy, Hinton, Objective, Sum
-from lit_modules.on_policy import join_texts, prompt_lengths
 from lit_modules.tasks import Tokens
+from lit_modules.written_texts import join_texts
 from strategies import FSDP
 from tests.chats import chat, rows, write_lines
 from tests.commands import kill_at, lasting, nets, results, start
