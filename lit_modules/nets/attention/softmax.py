@@ -10,10 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.attend import Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
 from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.masks import check_mask, narrow, visible
 from lit_modules.nets.attention.positions import Alibi, Position, Rotary
-from lit_modules.nets.norms import RMSNorm
+from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
 class SelfAttention(nn.Module):
@@ -65,13 +66,12 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
-            raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
-        if not 0 <= dropout < 1:
-            raise BadInput("dropout", dropout, "at least 0, less than 1")
+        check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
+        check_dropout(dropout)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self._check_heads(num_heads, position)
+        if isinstance(position, Rotary) and self.head_dim % 2:
+            raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
         _check_window(causal, window, sinks)
         self.form = Form(scale, softcap, backend)
         self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, float(dropout)
@@ -84,14 +84,6 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.gate = nn.Linear(embed_dim, rows[0], bias) if gate else None
         self.out = nn.Linear(rows[0], embed_dim, bias)
-
-    def _check_heads(self, num_heads: int, position: Position | None) -> None:
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise BadInput("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {num_heads}")
-        if self.head_dim < 1:
-            raise BadInput("head_dim", self.head_dim, "at least 1")
-        if isinstance(position, Rotary) and self.head_dim % 2:
-            raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
 
     @property
     def backend(self) -> Backend:
@@ -126,11 +118,11 @@ class SelfAttention(nn.Module):
             key, value = cache.append(key, value)
             mask = self._cached_mask(x, cache, query.dtype)
             causal = mask is None and not past  # torch's `is_causal` would count from the first token
-        mask = None if mask is None else self._of_rank(mask, query.shape[1])
+        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
         dropout = self.dropout if self.training else 0.0
         mixed = attend(query, key, value, self.form, mask, causal, dropout)
         if empty is not None:
-            mixed = mixed.where(~self._of_rank(empty, query.shape[1]), 0.0)
+            mixed = mixed.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
         mixed = mixed.transpose(1, 2).flatten(-2)
         if self.gate is not None:
             mixed = mixed * self.gate(x).sigmoid()
@@ -147,9 +139,9 @@ class SelfAttention(nn.Module):
             raise BadInput("x", "nested tensors", "texts of one length (B, T, D)")
         query, key, _ = self._heads(x)
         mask, empty = self._mask(x, mask, query.dtype)
-        mask = None if mask is None else self._of_rank(mask, query.shape[1])
+        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
         weights = attention_weights(query, key, self.form, mask, self.causal and mask is None)
-        return weights if empty is None else weights.where(~self._of_rank(empty, query.shape[1]), 0.0)
+        return weights if empty is None else weights.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
 
     def new_cache(self, max_length: int, padding: Tensor | None = None) -> Cache:
         """Return an empty cache for texts of up to `max_length` tokens; with a window it keeps only what that needs."""
@@ -265,13 +257,6 @@ class SelfAttention(nn.Module):
             return bias
         return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
-    def _of_rank(self, mask: Tensor, heads: int) -> Tensor:
-        """Return a mask's part for this rank's heads."""
-        if mask.dim() == 2 or mask.shape[1] in {1, heads}:
-            return mask
-        rank: int = getattr(self.qkv, "part", 0)
-        return mask[:, rank * heads : (rank + 1) * heads]
-
     def extra_repr(self) -> str:
         facts = f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
         options = {
@@ -294,11 +279,12 @@ def _check_window(causal: bool, window: int | None, sinks: int) -> None:
 @contextmanager
 def any_kernel(module: nn.Module) -> Iterator[None]:
     """Inside, attention in this module may use any kernel, to learn shapes on another device than that of training."""
-    backends = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
-    for attention in backends:
-        attention.backend = "auto"
+    forms = [form for m in module.modules() if isinstance(form := getattr(m, "form", None), Form)]
+    backends = [form.backend for form in forms]
+    for form in forms:
+        form.backend = "auto"
     try:
         yield
     finally:
-        for attention, backend in backends.items():
-            attention.backend = backend
+        for form, backend in zip(forms, backends, strict=True):
+            form.backend = backend
