@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import linear_attention_speed, recall
+from tests.grids import mostly_slow
 
 
-@pytest.mark.slow
 def test_chunks_are_timed_beside_other_forms(tmp_path: Path) -> None:
     linear_attention_speed.main(["--lengths", "70", "--repeat", "1", "--out", str(tmp_path / "out.json")])
     ratios = json.loads((tmp_path / "out.json").read_text())["ratios"]
@@ -17,8 +17,7 @@ def test_chunks_are_timed_beside_other_forms(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", recall.MIXERS)
+@pytest.mark.parametrize("name", mostly_slow(recall.MIXERS, "softmax, convolution"))
 def test_mixers_are_trained_to_recall(name: str, tmp_path: Path) -> None:
     recall.main(["--only", name, "--steps", "3", "--every", "2", "--out", str(tmp_path / "out.json")])
     answers = json.loads((tmp_path / "out.json").read_text())[name]
