@@ -227,11 +227,15 @@ def test_methods_of_one_tokenizer_are_refused(tmp_path: Path, refusal: Callable[
     assert "--teacher_tokenizer bytes: expected texts; --data Digits has no tokenizer" in line
 
 
-def test_conversations_that_one_tokenizer_leaves_out_are_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_conversations_that_one_tokenizer_leaves_out_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Parts would be drawn from others: the teacher would learn prompts that its students are tested on."""
     long = [{"prompt": f"{i} {'é' * 40}", "response": "ab"} for i in range(3)]
     path = write_lines(tmp_path / "chat.jsonl", [*long, *rows(20, 4)])
     flags = ["--data", "Chat", "--data.path", str(path), "--data.max_length", "80", "--data.batch_size", "8"]
-    line = refusal(kd.main, *flags, *FLAGS, "--only", "ce", "uld")
-    assert "--teacher_tokenizer characters: expected 20 conversations in its tokens, too, not 23" in line
-    assert "with a larger --data.max_length than 80 both have all" in line
+    with pytest.raises(SystemExit):
+        kd.main([*flags, *FLAGS, "--only", "ce", "uld", "--out", str(tmp_path / "run")])
+    *_, line = capsys.readouterr().err.splitlines()
+    expected = "expected 20 conversations in its tokens, too, not 23: with a larger --data.max_length than 80"
+    assert line == f"error: --teacher_tokenizer characters: {expected} both have all"
