@@ -53,7 +53,7 @@ def targets(lengths: Sequence[int]) -> dict[str, Target]:
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> Measurement:
     common.one_thread()
-    figures, ratios = {}, {}
+    figures, ratios = dict[str, list[float]](), dict[str, list[float]]()
     for length in args.lengths:
         rivals = make_rivals(length)
         timed = {name: partial(common.seconds, call) for name, call in rivals.items()}
