@@ -1,6 +1,6 @@
 """What stands in the blocks of a net, by the names of its options: softmax attention or another mixer, and the MLP."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from lit_modules.nets.transformer import Block, NormPlace
 
 Mixer = Literal["softmax", "linear", "gated", "delta"]
 TokenPosition = Literal["learned", "rotary", "alibi"]
-LINEAR = {"linear": LinearAttention, "gated": GatedLinearAttention, "delta": DeltaAttention}
+LINEAR: dict[str, Callable[..., nn.Module]] = {"linear": LinearAttention, "gated": GatedLinearAttention, "delta": DeltaAttention}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Mixers:
         return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias)
 
     def _softmax(self, number: int) -> SelfAttention:
-        position = None
+        position: Rotary | Alibi | None = None
         if self.position == "rotary":
             try:
                 position = Rotary(self.rope_base, self.rope_scaling)
