@@ -1,9 +1,27 @@
 """Attention layers, one concept a file."""
 
 from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.cross import CrossAttention, Memory
+from lit_modules.nets.attention.differential import DifferentialAttention
 from lit_modules.nets.attention.kernels import Backend, use_kernel
+from lit_modules.nets.attention.latent import LatentAttention
 from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.attention.positions import Alibi, Rotary
+from lit_modules.nets.attention.rms_norm import RMSNorm
 from lit_modules.nets.attention.softmax import SelfAttention, any_kernel
 
-__all__ = ["Alibi", "Backend", "Cache", "Rotary", "SelfAttention", "any_kernel", "mask_texts", "use_kernel"]
+__all__ = [
+    "Alibi",
+    "Backend",
+    "Cache",
+    "CrossAttention",
+    "DifferentialAttention",
+    "LatentAttention",
+    "Memory",
+    "RMSNorm",
+    "Rotary",
+    "SelfAttention",
+    "any_kernel",
+    "mask_texts",
+    "use_kernel",
+]
