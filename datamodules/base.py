@@ -36,6 +36,7 @@ class InMemoryData(LoadedData):
         label_shape: of a sample's labels; () for one class a sample.
         tokens_per_character: of samples whose task is `tokens`, which is judged by bits a character.
         tokens_per_byte: in its place, of those that are judged by bits a byte.
+        labels_are_answers: of samples whose task is `tokens`, whether how many labels are predicted judges a net.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -66,6 +67,7 @@ class InMemoryData(LoadedData):
     label_shape: tuple[int, ...] = ()
     tokens_per_character: float = 1.0
     tokens_per_byte: float | None = None
+    labels_are_answers: bool = False
     end_tokens: tuple[int, ...] = ()  # of a response in texts; known after `setup`
     packs_texts: bool = False
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})

@@ -1,6 +1,18 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
-from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
+from lit_modules.nets.attention import (
+    Alibi,
+    Cache,
+    CrossAttention,
+    DeltaAttention,
+    DifferentialAttention,
+    GatedLinearAttention,
+    LatentAttention,
+    LinearAttention,
+    Rotary,
+    SelfAttention,
+    any_kernel,
+)
 from lit_modules.nets.base import (
     Net,
     Outputs,

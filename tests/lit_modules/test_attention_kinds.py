@@ -1,6 +1,8 @@
 """Cross-, latent and differential attention are their formulas, and those of transformers' models."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -376,3 +378,14 @@ def test_projections_of_a_form_that_a_short_text_hides_are_refused(attention: An
     net.blocks[0].attention = attention()
     with pytest.raises(BadInput, match=f"layer blocks.0: expected a block of GPT.*, {message}$"):
         find_projections(net, "blocks.0", "layer")
+
+
+def test_the_pages_examples_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "attention-layers.md").read_text()
+    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (drawn,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    exec(compile(first, "docs/attention-layers.md", "exec"), {})
+    assert capsys.readouterr().out == f"2304 2304\n{drawn}"
+    exec(compile(second, "docs/attention-layers.md", "exec"), {})
+    size = "torch.Size([2, 10, 64])"
+    assert capsys.readouterr().out == f"{size}\n{size} {4 * (24 + 8)}\n{size}\n"
