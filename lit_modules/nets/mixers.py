@@ -22,7 +22,11 @@ from lit_modules.nets.transformer import Block, NormPlace
 
 Mixer = Literal["softmax", "linear", "gated", "delta"]
 TokenPosition = Literal["learned", "rotary", "alibi"]
-LINEAR: dict[str, Callable[..., nn.Module]] = {"linear": LinearAttention, "gated": GatedLinearAttention, "delta": DeltaAttention}
+LINEAR: dict[str, Callable[..., nn.Module]] = {
+    "linear": LinearAttention,
+    "gated": GatedLinearAttention,
+    "delta": DeltaAttention,
+}
 
 
 @dataclass(frozen=True)
