@@ -7,16 +7,21 @@ from lit_modules.nets.attention.gated import GatedLinearAttention
 from lit_modules.nets.attention.kernels import Backend, use_kernel
 from lit_modules.nets.attention.linear import LinearAttention
 from lit_modules.nets.attention.masks import mask_texts
+from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.softmax import SelfAttention, any_kernel
+from lit_modules.nets.attention.windowed import WindowedLinearAttention
 
 __all__ = [
+    "Alibi",
     "Backend",
     "Cache",
     "DeltaAttention",
     "GatedLinearAttention",
     "LinearAttention",
+    "Rotary",
     "SelfAttention",
     "ShortConvolution",
+    "WindowedLinearAttention",
     "any_kernel",
     "mask_texts",
     "use_kernel",
