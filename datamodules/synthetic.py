@@ -78,10 +78,6 @@ class SyntheticTexts(InMemoryData):
         return self.vocab_size
 
     @property
-    def evaluation_batch_size(self) -> int:
-        return self.evaluated_rows or self.batch_size
-
-    @property
     def label_weight(self) -> float:
         return self.block_size / self.answers
 

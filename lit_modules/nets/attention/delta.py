@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.nets.attention.chunks import Chunks, restart
-from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer
-from lit_modules.nets.base import widen
+from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer, widen
 
 
 def recurrent(

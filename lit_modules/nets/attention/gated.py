@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, restart, scan
-from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer
-from lit_modules.nets.base import check_sizes, widen
+from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer, widen
 
 
 def recurrent(
@@ -100,7 +100,8 @@ class GatedLinearAttention(RecurrentMixer):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(embed_dim, num_heads, conv, chunk, bias)
-        check_sizes(rank=rank)
+        if rank < 1:
+            raise BadInput("rank", rank, "at least 1")
         self.temperature = temperature
         self.decay = nn.Sequential(nn.Linear(embed_dim, rank, bias=False), nn.Linear(rank, embed_dim))
         self.finish_heads = GatedNorm(embed_dim, self.head_dim, gate, norm_eps)

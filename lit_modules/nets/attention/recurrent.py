@@ -11,10 +11,16 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import find_starts
 from lit_modules.nets.attention.convolution import ShortConvolution
-from lit_modules.nets.base import widen
+from lit_modules.nets.attention.heads import check_heads
+from lit_modules.nets.attention.rms_norm import RMSNorm
 
 # (q, k, v, *gates, state=, starts=, ...) -> outputs (B, H, T, e) and the state (B, H, f, e) after the last token
 Form = Callable[..., tuple[Tensor, Tensor]]
+
+
+def widen(x: Tensor) -> Tensor:
+    """Cast to float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class State:
@@ -74,8 +80,7 @@ class RecurrentMixer(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int, conv: int, chunk: int, bias: bool) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
+        check_heads(embed_dim, num_heads, None, None)
         if chunk < 1:
             raise BadInput("chunk", chunk, "at least 1 token")
         if conv < 0:
@@ -171,12 +176,12 @@ class GatedNorm(nn.Module):
 
     def __init__(self, embed_dim: int, head_dim: int, gate: bool, eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(head_dim, eps)
+        self.norm = RMSNorm(head_dim, eps)
         self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:
         """(B, T, H, d) of heads' outputs (B, T, H, d), in float32 at least, and tokens (B, T, D)."""
-        normed: Tensor = self.norm(mixed.to(self.norm.weight.dtype))
+        normed: Tensor = self.norm(mixed)
         if self.gate is None:
             return normed
         gate: Tensor = F.silu(widen(self.gate(x))).unflatten(-1, mixed.shape[-2:])
