@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -119,6 +120,12 @@ class InMemoryData(LoadedData):
     def split_list(self) -> list[tuple[str, ...]]:
         """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
+
+    def limit_test(self, trainer: Trainer | None) -> None:
+        """Measure what depends on the samples that a Trainer tests on, such as the bytes of their responses."""
+
+    def check_same_texts(self, other: "InMemoryData", flag: str, value: str) -> None:
+        """Raise BadInput for `flag` unless another data module has the same texts, in other tokens."""
 
     def check_fits(self, count: int) -> None:
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
