@@ -12,7 +12,7 @@ from lit_modules.nets.attention.chunks import Chunks, find_starts, scan
 from lit_modules.nets.attention.heads import check_heads
 from lit_modules.nets.attention.linear import MAPS, FeatureMap
 from lit_modules.nets.attention.positions import Rotary
-from lit_modules.nets.base import widen
+from lit_modules.nets.attention.recurrent import widen
 
 Part = Literal["both", "window", "linear"]
 
