@@ -13,6 +13,7 @@ from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
 from lit_modules.nets.attention.softmax import SelfAttention, any_kernel
+from lit_modules.nets.attention.windowed import WindowedLinearAttention
 
 __all__ = [
     "Alibi",
@@ -29,6 +30,7 @@ __all__ = [
     "Rotary",
     "SelfAttention",
     "ShortConvolution",
+    "WindowedLinearAttention",
     "any_kernel",
     "mask_texts",
     "use_kernel",
