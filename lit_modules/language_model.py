@@ -47,6 +47,8 @@ class LitLanguageModel(LitClassifier):
         seed: int = 0,
     ) -> None:
         super().__init__(net, seed=seed, task=Tokens(tokens_per_character))
+        if compiled and self.relates_rows:
+            raise BadInput("compiled", True, "false, or balance=0: routers' outputs of a compiled net can't be read")
         for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
             weight(name, value)
         if not all(0 <= beta < 1 for beta in betas):
