@@ -96,7 +96,7 @@ class ViT(Transformer):
         channels, height, width = image_shape(input_shape)
         if patch_size < 1 or height % patch_size or width % patch_size:
             raise BadInput("patch_size", patch_size, f"a divisor of the images' {height} x {width} pixels")
-        check_sizes(embed_dim=embed_dim, num_layers=num_layers)
+        check_sizes(embed_dim=embed_dim, num_layers=num_layers, mlp_ratio=mlp_ratio)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.token_grid = TokenGrid(rows, columns, self.num_tokens)
         self.embedding = _Embedding(

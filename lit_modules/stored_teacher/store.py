@@ -262,9 +262,12 @@ def _plain(record: np.dtype) -> list[Any]:
 
 
 def digest_weights(net: nn.Module) -> str:
-    """Hash the names, shapes and values of a net's weights, its class and the arguments that rebuild it."""
+    """Hash the names, shapes and values of a net's weights, its class and the arguments that rebuild it.
+
+    A `name` does not count: it may be a folder's, which can be moved.
+    """
     rebuilt = net.rebuild_arguments(net.init_args) if isinstance(net, Recorded) else getattr(net, "init_args", {})
-    arguments = {name: x for name, x in rebuilt.items() if not isinstance(x, str)}
+    arguments = {name: x for name, x in rebuilt.items() if name != "name"}
     digest = hashlib.blake2b(repr([type(net).__name__, sorted(arguments.items())]).encode(), digest_size=16)
     for name, x in sorted(net.state_dict().items()):
         digest.update(repr((name, tuple(x.shape), x.dtype)).encode())
