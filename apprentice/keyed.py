@@ -155,6 +155,38 @@ class Dropout(nn.Module):
         return f"p={self.p}, layer={self.layer}"
 
 
+class Jitter(nn.Module):
+    """Multiplies inputs (b, ...) by uniform numbers of [1 - size, 1 + size] in training, keyed as `Dropout` is.
+
+    Args:
+        size: of the noise, in [0, 1).
+        layer: number of the layer among those of its kind in a net.
+    """
+
+    def __init__(self, size: float, layer: int = 0) -> None:
+        super().__init__()
+        if not 0 <= size < 1:
+            raise BadInput("noise", size, "at least 0, less than 1")
+        self.size, self.layer = size, layer
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self._multiply(x) if self.training and self.size else x
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as in Dropout
+    def _multiply(self, x: Tensor) -> Tensor:
+        context = _noise.get()
+        if context is None:
+            return x * (1 - self.size + 2 * self.size * torch.rand_like(x))
+        if len(x) != len(context.rows):
+            raise ValueError(f"keyed noise got {len(x)} rows, expected the {len(context.rows)} of the step's context")
+        key = fold_in(context.seed, context.step, self.layer, 1)  # of one integer more than a dropout's
+        drawn = bits(key, context.rows, x[:1].numel() if len(x) else 1).to(x.device).double() / 2**32
+        return x * (1 - self.size + 2 * self.size * drawn).to(x.dtype).view_as(x)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"size={self.size}, layer={self.layer}"
+
+
 def find_unkeyed_layers(module: nn.Module) -> list[str]:
     """Return the names of the layers in training mode that draw noise from torch's generator."""
     return [name for name, layer in module.named_modules() if layer.training and _unkeyed_rate(layer) > 0]

@@ -1,33 +1,29 @@
 """The base of all data modules: splits, and loaders whose batches are global."""
 
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from apprentice import keyed
-from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
 from datamodules.fingerprints import Fingerprint
-from datamodules.limits import LIMITS, count_in_limit
-from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
+from datamodules.limits import LIMITS
+from datamodules.loading import LoadedData
 from datamodules.preparation import Preparation
 from datamodules.splits import Samples, Source, Subset
-from datamodules.streams import Finish, Streamed
+from datamodules.streams import Streamed
 
 LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all samples is one of all
 IMAGE = 3  # dimensions of an image: channels, height, width
 
 
-class InMemoryData(LightningDataModule):
+class InMemoryData(LoadedData):
     """Labelled samples, in memory as uint8 unless a data set streams them, loaded in batches.
 
     A data set overrides `read`; a kind of data that is not tokens overrides `normalize`.
@@ -118,10 +114,6 @@ class InMemoryData(LightningDataModule):
         """Return the training set with the labels to train on; `train` (k,) are the places that train."""
         return source
 
-    def weights_of_classes(self, labels: Tensor) -> Tensor | None:
-        """Return (classes,) float64, what each class counts in training, given the labels (n,) that are known."""
-        return None
-
     def split_list(self) -> list[tuple[str, ...]]:
         """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
@@ -132,11 +124,6 @@ class InMemoryData(LightningDataModule):
     def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
         """Return the samples at (k,) places of a source, read into memory now, or `Streamed` while training."""
         return source.take(places)
-
-    @property
-    def finish(self) -> Finish | None:
-        """What workers do to streamed training inputs, of an epoch and with this index; picklable."""
-        return None
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
@@ -204,11 +191,6 @@ class InMemoryData(LightningDataModule):
         return self.sizes["train"]
 
     @property
-    def evaluation_batch_size(self) -> int:
-        """Samples in an evaluation batch; follows `batch_size`, which a tuner may change, unless it is held."""
-        return self.evaluated_rows or self.batch_size
-
-    @property
     def train_inputs_repeat(self) -> bool:
         """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
@@ -217,35 +199,6 @@ class InMemoryData(LightningDataModule):
     def train_texts_repeat(self) -> bool:
         """Whether a training text is the same in each epoch, so that what a teacher says of its tokens can be kept."""
         return self.train_inputs_repeat
-
-    @property
-    def wants_partners(self) -> bool:
-        """Whether training batches bring the samples that theirs are to be mixed with."""
-        return False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Counts of samples: train, validation, test."""
-        return {part: self._count(part) for part in LIMITS}
-
-    def used(self, trainer: Trainer) -> dict[str, int]:
-        """`sizes` under a Trainer's `limit_train_batches` and the like; BadInput if one is less than a batch."""
-        return {part: self._samples_in_limit(part, trainer) for part in LIMITS}
-
-    def train_batches(self, trainer: Trainer) -> int:
-        """Batches of an epoch under a Trainer's `limit_train_batches`."""
-        return math.ceil(self._samples_in_limit("train", trainer) / self.batch_size)
-
-    def _batch_size(self, part: str) -> int:
-        return self.batch_size if part == "train" else self.evaluation_batch_size
-
-    def _count(self, part: str) -> int:
-        return len(self.split(part).labels)
-
-    def _samples_in_limit(self, part: str, trainer: Trainer | None) -> int:
-        samples = self._count(part)
-        count = len(self._order(samples)) if part == "train" else samples
-        return count_in_limit(trainer, part, count, self._batch_size(part))
 
     def check_tokenizer(self, name: str, whose: str) -> None:
         """Raise BadInput if samples are other tokens than this tokenizer's, which the weights of `whose` net know."""
@@ -268,93 +221,3 @@ class InMemoryData(LightningDataModule):
     def example(self) -> Tensor:
         """(2, ...), inputs as a net takes them, from stored zeros."""
         return self.normalize(torch.zeros(2, *self.input_shape, dtype=torch.uint8))
-
-    def train_dataloader(self) -> TrainLoader:
-        """Global batches in the order of (order_seed, epoch), each cut into contiguous shares for the ranks.
-
-        BadInput if there are fewer samples than ranks, or another number of fractions in `partition`.
-        """
-        rank, replicas = self._rank_and_replicas()
-        self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
-        train = self._on_device("train")
-        labelled = self._labelled_samples if self.hides_labels else None
-        weights = self.weights_of_classes(train.labels if labelled is None else train.labels[labelled])
-        return TrainLoader(
-            train, self.batch_size, self._order(len(train.labels)), rank, replicas, labelled, self.wants_partners,
-            self.finish, weights,
-        )  # fmt: skip
-
-    def _order(self, size: int) -> EpochOrder:
-        if self.partition is None:
-            return EpochOrder(size, *self._order_options)
-        return PartitionedOrder(self.partition, keyed.fold_in(self.seed, 3), size, *self._order_options)
-
-    @property
-    def _order_options(self) -> tuple[int, Callable[[], int], bool]:
-        """The seed, the position and whether all epochs have the order of the first."""
-        return self.order_seed, self._position, bool(getattr(self.trainer, "overfit_batches", 0))
-
-    def train_in_order(self, rank: int = 0, replicas: int = 1) -> ChunkLoader:
-        """The training set once, in chunks in index order; `index` is the same as in `train_dataloader`'s batches."""
-        return ChunkLoader(self._on_device("train"), self.batch_size, rank, replicas)
-
-    def val_dataloader(self) -> ChunkLoader | CombinedLoader:
-        """The validation samples, each exactly once; no loader if there are none. For limits see `test_dataloader`."""
-        return self._evaluation_loader("validation") if self.sizes["validation"] else no_loaders()
-
-    def test_dataloader(self) -> ChunkLoader:
-        """The test samples, each exactly once; a Trainer's limit counts batches of one device, in a seeded order."""
-        return self._evaluation_loader("test")
-
-    def predict_dataloader(self) -> ChunkLoader:
-        return self.test_dataloader()
-
-    def check_replicas(self, replicas: int, exact: int | None = None) -> None:
-        """Raise BadInput if a batch can't be shared among so many ranks, or not under `--exact`."""
-        splits.check_partition(self.partition, replicas, exact)
-        if self.batch_size < replicas:
-            raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
-
-    def _evaluation_loader(self, part: str) -> ChunkLoader:
-        samples, size = self._on_device(part), self.evaluation_batch_size
-        kept = self._samples_in_limit(part, self.trainer)
-        if kept == len(samples.labels):
-            return ChunkLoader(samples, size, *self._rank_and_replicas())
-        if isinstance(getattr(self.trainer, LIMITS[part]), float):  # Lightning would apply it again, to this rank's
-            setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
-        return ChunkLoader(samples, size, *self._rank_and_replicas(), self._evaluated_places(part, kept))
-
-    def _evaluated_places(self, part: str, kept: int) -> Tensor:
-        """(kept,) int64, sorted, the samples that are evaluated under a limit."""
-        return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values
-
-    def _rank_and_replicas(self) -> tuple[int, int]:
-        # Under a pipeline, fewer replicas share a batch than there are ranks.
-        place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
-        return place["rank"], place["num_replicas"]
-
-    def _position(self) -> int:
-        """Batches of the current epoch that a running fit has completed; above 0 after a resume in mid-epoch."""
-        if self.trainer is None or not self.trainer.training:
-            return 0
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-    def _on_device(self, part: str) -> Samples | Streamed:
-        split = self.split(part)
-        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        if isinstance(split, Streamed):
-            return split.to(device, 1 if self.trainer is None else self.trainer.num_devices)
-        if device.type == "cuda" and (part, device) not in self._moved:
-            self._moved[part, device] = split.to(device)
-        return self._moved.get((part, device), split)
-
-    def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored samples (B, ...) to inputs of nets: tokens to int64. Images override this; floats get the `dtype`."""
-        return inputs.long()
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Lightning's hook, on the device: stored samples to inputs of the module's type."""
-        if not isinstance(batch, Batch):
-            return batch
-        dtype = None if self.trainer is None else cast("torch.dtype", self.trainer.lightning_module.dtype)
-        return batch._replace(inputs=self.normalize(batch.inputs, dtype))

@@ -16,7 +16,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming
 from apprentice.replicas import FEWEST_ROWS
 from lit_modules.checkpoints import keep_runs, without
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
+from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
 from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
@@ -80,7 +80,7 @@ class Distillation(ScoredBesideTeacher):
 
     students: Mapping[str, Student]
     has_teacher = True
-    saved = (*Learner.saved, "teacher_samples", "teacher_stored")
+    saved = (*ScoredBesideTeacher.saved, "teacher_samples", "teacher_stored")
 
     def __init__(
         self,
@@ -289,6 +289,7 @@ class Distillation(ScoredBesideTeacher):
 
     def on_train_end(self) -> None:
         self.cache.clear()
+        self.written_ahead.clear()
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
@@ -316,7 +317,9 @@ class Distillation(ScoredBesideTeacher):
         for part in ("students.", "averages."):
             checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, part, ".")
         keep_runs(checkpoint, students, kept)
-        checkpoint["learner"]["teacher_samples"] = 0
+        ahead = checkpoint["learner"]["written_ahead"]
+        ahead = {name: written for name, written in ahead.items() if name in kept}
+        checkpoint["learner"] |= {"teacher_samples": 0, "written_ahead": ahead}
 
     def losses(
         self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,39 +59,33 @@ class Generations:
         """Write, or read, the responses to all prompts of a data module; collective.
 
         Raises:
-            BadInput: the texts are not the same in each epoch, or a file is damaged.
+            BadInput: a file is damaged.
         """
-        if not getattr(data, "train_texts_repeat", False):
-            expected = (
-                "a data module whose texts are the same in each epoch, for responses that the teacher writes once"
-            )
-            raise BadInput("data", getattr(data, "name", type(data).__name__), expected)
         device, count = trainer.strategy.root_device, int(data.places)  # type: ignore[attr-defined]
 
-        def chunks() -> Iterable[Batch]:
-            for start in range(ROWS * replicas.rank(), count, ROWS * replicas.count()):
-                index = torch.arange(start, min(start + ROWS, count))
-                inputs, labels = data.samples("train", index)  # type: ignore[attr-defined]
-                rows = Batch.of((inputs.to(device), labels.to(device)), 0, shared=False)
-                yield rows._replace(index=index.to(device))
+        def rows(index: Tensor) -> Batch:
+            inputs, labels = data.samples("train", index)  # type: ignore[attr-defined]
+            batch = Batch.of((inputs.to(device), labels.to(device)), 0, shared=False)
+            return batch._replace(index=index.to(device))
 
         folder = None
         if self.folder is not None:
-            texts = read_texts(chunks(), count, device).digest
+            texts = read_texts(map(rows, chunks(count, ROWS)), count, device).digest
             key = repr([VERSION, digest_weights(self.teacher), texts, self.settings, str(trainer.precision)]).encode()
             folder = self.folder / f"generations-{hashlib.blake2b(key, digest_size=16).hexdigest()}"
-        tokens = torch.zeros(count, self.settings.max_new_tokens, dtype=torch.int64, device=device)
-        lengths, new = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros((), device=device)
-        for chunk in chunks():
-            path = folder and folder / f"{int(chunk.index[0])}.npz"
-            written = _read(path, len(chunk.index), device) if path and path.exists() else None
-            if written is None:
-                written = self._write(chunk)
-                new += len(chunk.index)
-                if path:
-                    _save(path, written)
-            tokens[chunk.index], lengths[chunk.index] = written.tokens, written.lengths
-        self._tokens, self._lengths = replicas.all_reduce_sum_(tokens), replicas.all_reduce_sum_(lengths)
+        new = torch.zeros((), device=device)
+
+        def write(index: Tensor) -> Generated:
+            path = folder and folder / f"{int(index[0])}.npz"
+            if path and path.exists():
+                return _read(path, len(index), device)
+            written = self._write(rows(index))
+            new.add_(len(index))
+            if path:
+                _save(path, written)
+            return written
+
+        self._tokens, self._lengths = deal(count, ROWS, self.settings.max_new_tokens, device, write)
         made = int(replicas.all_reduce_sum_(new))
         where = f", kept in {folder}" if folder else ""
         self.tell(f"teacher's responses to {count:,} prompts: {made:,} written, {count - made:,} read{where}")
@@ -114,6 +108,29 @@ class Generations:
                 self.teacher, batch.inputs, prompt_lengths(batch.labels), settings.max_new_tokens, keys,
                 Sampling(settings.temperature), settings.ends,
             )  # fmt: skip
+
+
+def chunks(count: int, rows: int) -> Iterator[Tensor]:
+    """Yield places among `count`, so many at a time, of the chunks that are this rank's."""
+    for start in range(rows * replicas.rank(), count, rows * replicas.count()):
+        yield torch.arange(start, min(start + rows, count))
+
+
+def deal(count: int, rows: int, width: int, device: torch.device, write: Callable[[Tensor], Generated]) -> Generated:
+    """Return responses of at most `width` tokens to `count` prompts, of which each rank writes some; collective.
+
+    Args:
+        count: of prompts.
+        rows: prompts of a chunk, which is the same whatever the number of ranks.
+        width: N, new tokens of a response at most.
+        device: of the responses.
+        write: places (b,) to the responses of a chunk.
+    """
+    tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
+    lengths = torch.zeros(count, dtype=torch.int64, device=device)
+    for index in chunks(count, rows):
+        tokens[index], lengths[index] = write(index)
+    return Generated(replicas.all_reduce_sum_(tokens), replicas.all_reduce_sum_(lengths))
 
 
 def _save(path: Path, written: Generated) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from apprentice import keyed, replicas
-from apprentice.batch import IGNORED, Batch, label_mask
+from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.averages import AveragingLearner
 from lit_modules.generations import Generations, Settings, prompt_lengths
@@ -20,6 +20,8 @@ from lit_modules.nets import Outputs
 from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, row_keys
 from lit_modules.objectives import Objective
 from lit_modules.student import Student
+from lit_modules.written_ahead import Window, Written, take, write_ahead
+from lit_modules.written_texts import cut_rows, cut_texts, join_texts, weigh_texts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +45,7 @@ class OnPolicyLearner(AveragingLearner):
     end_tokens: Sequence[int] = ()  # that end a response
     generations_dir: str | Path | None = None  # where the teacher's responses are kept for other runs
     _epoch: float = math.inf  # batches of an epoch
+    saved = (*AveragingLearner.saved, "written_ahead")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +54,13 @@ class OnPolicyLearner(AveragingLearner):
         self._rows = 0  # in the global batch
         self._counts: list[Tensor] = []
         self._generations: dict[Settings, Generations] = {}  # of the teacher
+        self.written_ahead: dict[str, Written] = {}  # by students that write for several steps at once
         self._weights: list[dict[str, int]] = []  # `_tokens` of each batch since the last step of the optimizer
+
+    @property
+    def may_write_ahead(self) -> bool:
+        """Whether ranks write for one another; strategies whose ranks have other weights refuse it."""
+        return any(self.students[name].objective.every > 1 for name in self.active_runs)
 
     @property
     def may_write(self) -> bool:
@@ -62,16 +71,24 @@ class OnPolicyLearner(AveragingLearner):
         """The students that learn from their own texts in this step."""
         if not (self.training and self.may_write):
             return []
-        draw = (keyed.fold_in(self.seed, *self._step_keys()) + 0.5) / 2**32
-        return [name for name in self.active_runs if draw < self.students[name].objective.on_policy]
+        return [name for name in self.active_runs if self._writes(name, *self._step_keys())]
+
+    def _writes(self, name: str, epoch: int, step: int) -> bool:
+        draw = (keyed.fold_in(self.seed, epoch, step) + 0.5) / 2**32
+        return draw < self.students[name].objective.on_policy
 
     def _step_keys(self) -> tuple[int, int]:
         """Keys of the optimizer's step: the epoch, and the step in it."""
-        trainer = self.attached_trainer
-        accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
+        epoch, batch = self._batch_in_epoch()
+        return epoch, batch // self._step_batches
+
+    def _batch_in_epoch(self) -> tuple[int, int]:
         done, epoch = self.batches_done, self._epoch
-        number, batch = (0, done) if math.isinf(epoch) else divmod(done, int(epoch))
-        return number, batch // accumulated
+        return (0, done) if math.isinf(epoch) else divmod(done, int(epoch))
+
+    @property
+    def _step_batches(self) -> int:
+        return 1 if self.attached_trainer is None else self.attached_trainer.accumulate_grad_batches
 
     def passes(self) -> int:
         """How often the teacher computes as many texts as the batch has rows: for the data, and for each writer."""
@@ -98,6 +115,18 @@ class OnPolicyLearner(AveragingLearner):
             if writers := [peer for peer in student.objective.peers if self.students[peer].objective.on_policy]:
                 raise BadInput(f"variants.{name}.peers", writers[0], "students with on_policy 0, which see the data")
 
+    def check_data(self, data: object) -> None:
+        """Raise BadInput if responses are to be written before their batch comes, and a data module has other texts."""
+        if not getattr(data, "train_texts_repeat", False):
+            for name, student in self.students.items():
+                objective = student.objective
+                if objective.every > 1:
+                    expected = "1, or texts that are the same in each epoch, whose prompts are known before"
+                    raise BadInput(f"variants.{name}.every", objective.every, expected)
+                if objective.teacher_writes:
+                    expected = "a data module whose texts are the same in each epoch, to which the teacher writes once"
+                    raise BadInput("data", getattr(data, "name", type(data).__name__), expected)
+
     # ---- a batch's texts: first each part of it, then their numbers, then the losses
 
     def write(self, batch: Any, counted: bool = True) -> None:
@@ -108,7 +137,7 @@ class OnPolicyLearner(AveragingLearner):
         if batch.starts is not None:
             self.check_packed()
         prompts = prompt_lengths(batch.labels)
-        written = {name: self._continue(name, batch, prompts) for name in names}
+        written = {name: self._texts_of(name, batch, prompts) for name in names}
         in_rows = label_mask(batch.labels).sum(1), *(texts.lengths for texts in written.values())
         if isinstance(batch.label_weight, Tensor):  # texts count alike
             in_rows = tuple(x > 0 for x in in_rows)
@@ -118,21 +147,53 @@ class OnPolicyLearner(AveragingLearner):
             name: join_texts(batch, prompts, texts) for name, texts in written.items()
         }  # fmt: skip
 
+    def on_train_batch_start(self, *args: Any) -> int | None:
+        """Let students write for the prompts of the next steps, if they do so in advance."""
+        for name in self.writers():
+            if self.students[name].objective.every > 1:
+                self._write_ahead(name)
+        return super().on_train_batch_start(*args)
+
+    def _write_ahead(self, name: str) -> None:
+        """Write for the rest of a window of steps, unless that is done."""
+        (epoch, step), objective, batches = self._step_keys(), self.students[name].objective, self._step_batches
+        first, last = step - step % objective.every, math.ceil(self._epoch / batches)
+        window = Window(epoch, range(first, min(first + objective.every, last)), batches, int(self._epoch))
+        if name in self.written_ahead and self.written_ahead[name]["window"] == window.key:
+            return
+
+        def write(rows: Batch, of_step: Tensor) -> Generated:
+            keyed_by = zip(rows.index.split(1), of_step.tolist(), strict=True)
+            keys = torch.cat([row_keys(sample, self.seed, epoch, s) for sample, s in keyed_by])
+            return self._generate(name, rows, prompt_lengths(rows.labels), keys)
+
+        steps = [s for s in window.steps if s >= step and self._writes(name, epoch, s)]
+        with self.trainer.precision_plugin.forward_context():
+            self.written_ahead[name] = write_ahead(window, steps, self.trainer, write, objective.max_new_tokens)
+
+    def _texts_of(self, name: str, batch: Batch, prompts: Tensor) -> Generated:
+        if self.students[name].objective.every > 1 and self.attached_trainer is not None:
+            return take(self.written_ahead[name], self._batch_in_epoch()[1], batch.rows)
+        return self._continue(name, batch, prompts)
+
     def _continue(self, name: str, batch: Batch, prompts: Tensor) -> Generated:
         student = self.students[name]
-        objective = student.objective
-        if objective.teacher_writes:
-            texts = self._generations_of(objective).take(batch)
-            return _cut_texts(texts, prompts, getattr(student.net, "block_size", None))
+        if student.objective.teacher_writes:
+            texts = self._generations_of(student.objective).take(batch)
+            return cut_texts(texts, prompts, getattr(student.net, "block_size", None))
         samples = batch.index if batch.draws is None else batch.draws
-        keys = row_keys(samples, self.seed, *self._step_keys())
+        return self._generate(name, batch, prompts, row_keys(samples, self.seed, *self._step_keys()))
+
+    def _generate(self, name: str, batch: Batch, prompts: Tensor, keys: Tensor) -> Generated:
+        student = self.students[name]
+        objective = student.objective
         with torch.autocast(batch.inputs.device.type, enabled=torch.is_autocast_enabled(batch.inputs.device.type)):
             texts = generate(
                 student.net, batch.inputs, prompts, objective.max_new_tokens, keys,
                 Sampling(objective.sampling_temperature), self.end_tokens,
             )  # fmt: skip
         longest = getattr(self.teacher, "block_size", None)
-        return _cut_texts(texts, prompts, longest if objective.uses_teacher else None)
+        return cut_texts(texts, prompts, longest if objective.uses_teacher else None)
 
     def _generations_of(self, objective: Objective) -> Generations:
         """What the teacher writes for students of an objective's options."""
@@ -145,6 +206,7 @@ class OnPolicyLearner(AveragingLearner):
     def on_train_start(self) -> None:
         """Let the teacher write the responses that students learn from, or read them."""
         super().on_train_start()
+        self.check_data(getattr(self.trainer, "datamodule", None))
         objectives = [self.students[name].objective for name in self.active_runs]
         written = {id(x): x for o in objectives if o.teacher_writes for x in [self._generations_of(o)]}
         with self.trainer.precision_plugin.forward_context():
@@ -210,7 +272,7 @@ class OnPolicyLearner(AveragingLearner):
         parts, first = {}, 0
         for name, x in texts.items():
             rows, columns = slice(first, first := first + len(x.inputs)), x.inputs.shape[1]
-            parts[name] = outputs.map(partial(_cut, rows=rows, width=width, columns=columns))
+            parts[name] = outputs.map(partial(cut_rows, rows=rows, width=width, columns=columns))
         return parts
 
     def _ask_teacher(self, inputs: Tensor) -> Outputs:
@@ -253,41 +315,3 @@ class OnPolicyLearner(AveragingLearner):
 
 def _first(batch: Batch) -> int:
     return int(batch.rows[0]) if len(batch.rows) else -1
-
-
-def _cut(x: Tensor, rows: slice, width: int, columns: int) -> Tensor:
-    """Return some rows of outputs, of those for texts that were padded to a width the first columns."""
-    x = x[rows]
-    return x[:, :columns] if x.dim() > 1 and x.shape[1] == width else x
-
-
-def _cut_texts(texts: Generated, prompts: Tensor, longest: int | None) -> Generated:
-    """Cut responses to prompts of so many tokens (b,) where both together are longer than a net's texts."""
-    if longest is None:
-        return texts
-    return texts._replace(lengths=texts.lengths.minimum((longest - prompts).clamp(min=0)))
-
-
-def weigh_texts(texts: Batch, share: float) -> Batch:
-    """Return texts with their `label_weight`, given the rows of the global batch for each token, or text, that counts.
-
-    Texts count alike where those of the data do.
-    """
-    weight, counts = texts.inputs.shape[1] * share, label_mask(texts.labels)
-    if not isinstance(texts.label_weight, Tensor):
-        return texts._replace(label_weight=weight)
-    return texts._replace(label_weight=counts * (weight / counts.sum(1, keepdim=True).clamp(min=1).double()))
-
-
-def join_texts(batch: Batch, prompts: Tensor, written: Generated) -> Batch:
-    """Return the rows with the prompts, of `prompts` (b,) tokens, and what was written; all of that is learned."""
-    ends = prompts + written.lengths
-    width = max(int(ends.max()) if len(ends) else 0, 2)
-    places = torch.arange(width, device=prompts.device)
-    of_prompt = batch.inputs.long().gather(1, places.clamp(max=batch.inputs.shape[1] - 1).expand(len(ends), -1))
-    new = (places - prompts[:, None]).clamp(0, written.tokens.shape[1] - 1)
-    text = of_prompt.where(places < prompts[:, None], written.tokens.gather(1, new))
-    counts = (places >= prompts[:, None]) & (places < ends[:, None])
-    labels = text.where(counts, IGNORED)[:, 1:]
-    kept = {"mixed": None, "class_weights": None, "is_written": True}
-    return batch._replace(inputs=text[:, :-1], labels=labels, **cast("Any", kept))

@@ -101,6 +101,7 @@ def add_answers(run: Session, plan: FitPlan, name: str, net: nn.Module, outcome:
         asks, expected, answer = CONTROL.sub("\n", decode(prompt)).strip(), decode(reference), decode(text)
         answers.append(Answer(asks, expected, answer, judge_answer(asked.judge, path, answer, expected)))
     folder = plan.folder(run.out) / name
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, [asdict(answer) for answer in answers])
     if run.tensorboard and answers:
         shown = "\n\n".join(f"{answer.prompt}\n--- {answer.answer}" for answer in answers[:SHOWN])

@@ -122,6 +122,7 @@ class BakeOff(SideBySide):
                     loaded = {key: copy.deepcopy(teachers[key].net) for key in shares}
                     students = self.students(first, group, merge_teachers(loaded, shares))
                     check_modules(session, trainer, *(teachers[key] for key in shares), students)
+                    students.check_data(session.data)
                     students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
                     if session.data.packs_texts:
                         students.check_packed()

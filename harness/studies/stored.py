@@ -134,8 +134,8 @@ class StoredOutputs:
         if not self._digest:
             used = self.session.data.used(self.session.trainer())
             tested: tuple[Any, ...] = self.session.data.fingerprint()["test"], used["test"], str(self.config.metric)
-            if (path := self.config.generated_metric) is not None:
-                tested += path, self.config.generated_prompts, self.config.generated_tokens
+            if (metric := self.config.generated_metric) is not None:
+                tested += metric, self.config.generated_prompts, self.config.generated_tokens
             self._digest = hashlib.blake2b(repr(tested).encode(), digest_size=8).hexdigest()
         return path.with_suffix(f".{self._digest}.json")
 

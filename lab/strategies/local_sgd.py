@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -42,6 +43,13 @@ class LocalSGD(DDP):
             raise BadInput("warmup_steps", warmup_steps, "0 or more")
         self.period, self.warmup_steps = period, warmup_steps
         self._local_parameters: list[Tensor] = []  # while the module has the average
+
+    def check_module(self, module: LightningModule) -> None:
+        super().check_module(module)
+        if getattr(module, "may_write_ahead", False):
+            raise BadInput(
+                "strategy", type(self).__name__, "methods with every 1, or another: ranks have other weights"
+            )
 
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""

@@ -1,59 +1,96 @@
 """The transformer block of GPT and ViT."""
 
-from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from collections.abc import Callable
+from typing import Any, Literal
 
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Cache, SelfAttention
+from lit_modules.nets.attention import Cache
 from lit_modules.nets.base import Net, check_sizes
+from lit_modules.nets.mlps import GeluMLP
+
+NormPlace = Literal["pre", "post", "sandwich"]
 
 
 class Block(nn.Module):
-    """Pre-norm block: attention and then an MLP with GELU, each added to its input (GPT-2, Radford et al. 2019).
+    """A mixer of tokens and then an MLP, each added to its input; by default GPT-2's (Radford et al. 2019).
+
+    Norms stand before each of the two (`pre`: x + f(norm(x))), after the sum (`post`: norm(x + f(x)), Vaswani et al.
+    2017), or before and after each (`sandwich`: x + norm(f(norm(x))), Gemma 2).
 
     Args:
-        attention: of tokens of width D.
-        mlp_ratio: the MLP's hidden width divided by D, at least 1.
+        attention: the mixer, of tokens of width D: `SelfAttention` or another with its `forward`.
+        mlp_ratio: the default MLP's hidden width divided by D, at least 1.
         dropout: probability of a zero in the residual branches; keyed.
-        bias: whether the MLP and norms have a bias.
+        bias: whether the default MLP and norms have a bias.
         layer: number of the first of its two dropout layers in the net.
-        norm_eps: epsilon of the norms.
+        norm_eps: epsilon of the default norms.
+        mlp: in place of the default, an MLP with GELU.
+        make_norm: makes each norm, in place of the default, a layer norm.
+        norm_place: pre, post or sandwich.
     """
 
     def __init__(
         self,
-        attention: SelfAttention,
+        attention: nn.Module,
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         bias: bool = True,
         layer: int = 0,
         norm_eps: float = 1e-5,
+        mlp: nn.Module | None = None,
+        make_norm: Callable[[], nn.Module] | None = None,
+        norm_place: NormPlace = "pre",
     ) -> None:
         super().__init__()
         check_sizes(mlp_ratio=mlp_ratio)
-        embed_dim, hidden = attention.embed_dim, mlp_ratio * attention.embed_dim
-        self.norm1 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
+        if norm_place not in {"pre", "post", "sandwich"}:
+            raise BadInput("norm_place", norm_place, "pre, post or sandwich")
+        width: Any = attention.embed_dim
+        make_norm = make_norm or (lambda: nn.LayerNorm(width, norm_eps, bias=bias))
+        self.norm_place = norm_place
+        self.norm1 = make_norm()
         self.attention = attention
         self.dropout1 = Dropout(dropout, layer)
-        self.norm2 = nn.LayerNorm(embed_dim, norm_eps, bias=bias)
-        self.mlp = nn.Sequential(nn.Linear(embed_dim, hidden, bias), nn.GELU(), nn.Linear(hidden, embed_dim, bias))
+        self.norm2 = make_norm()
+        self.mlp = GeluMLP(width, mlp_ratio * width, bias) if mlp is None else mlp
         self.dropout2 = Dropout(dropout, layer + 1)
+        if norm_place == "sandwich":
+            self.norm1_after, self.norm2_after = make_norm(), make_norm()
 
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return (B, T, D) of tokens (B, T, D), which follow any cached ones; a mask is that of `SelfAttention`."""
-        x = x + self.dropout1(self.attention(self.norm1(x), cache, mask))
-        change: Tensor = self.dropout2(self.mlp(self.norm2(x)))
-        return x + change
+        """Return (B, T, D) of tokens (B, T, D), which follow any cached ones; a mask is that of the mixer."""
+        if self.norm_place == "post":
+            x = self.norm1(x + self.dropout1(self.attention(x, cache, mask)))
+            last: Tensor = self.norm2(x + self.dropout2(self.mlp(x)))
+            return last
+        mixed, after = self.attention(self.norm1(x), cache, mask), self.norm_place == "sandwich"
+        x = x + self.dropout1(self.norm1_after(mixed) if after else mixed)
+        change: Tensor = self.mlp(self.norm2(x))
+        if after:
+            change = self.norm2_after(change)
+        dropped: Tensor = self.dropout2(change)
+        return x + dropped
+
+    def parallel_layers(self) -> dict[str, ParallelStyle]:
+        """How ranks share the block, by the paths of layers: each computes some heads and some of the MLP's units."""
+        parts = {"attention": self.attention, "mlp": self.mlp}
+        plans: dict[str, Any] = {name: part.parallel_layers() for name, part in parts.items()}  # type: ignore[operator]
+        return {f"{name}.{path}": style for name, plan in plans.items() for path, style in plan.items()}
 
 
 class Transformer(Net):
     """A net with `Block`s as its `blocks`."""
 
+    blocks: nn.ModuleList
+
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How ranks share the blocks, by the paths of layers: each computes some heads and some of the MLPs' units."""
-        return {
-            "blocks.*.attention.qkv": ColwiseParallel(),
-            "blocks.*.attention.out": RowwiseParallel(),
-            "blocks.*.mlp.0": ColwiseParallel(),
-            "blocks.*.mlp.2": RowwiseParallel(),
+        """How ranks share the blocks, by the paths of layers."""
+        plans: dict[int, Any] = {
+            number: block.parallel_layers()  # type: ignore[operator]
+            for number, block in enumerate(self.blocks)
         }
+        return {f"blocks.{number}.{path}": style for number, plan in plans.items() for path, style in plan.items()}

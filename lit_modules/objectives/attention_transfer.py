@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight, widen
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight, widen
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import MapsObjective
 
 

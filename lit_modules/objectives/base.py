@@ -1,11 +1,9 @@
 """The base class of objectives: from outputs of student and teacher to named, weighted, per-sample terms."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,54 +16,11 @@ from lit_modules.nets.ensemble import MEMBERS, SHARES
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.tokens import TokenGrid, as_maps, token_grid
+from lit_modules.objectives.search import Space, space
 
 OWN = ">"  # between the name of a part and the path of its own feature; no path contains it
 Grids: TypeAlias = tuple[TokenGrid | None, TokenGrid | None]  # the student's and the teacher's
 TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A space in which an option is searched: numbers from `low` to `high`, uniform."""
-
-    low: float
-    high: float
-
-    def at(self, u: float) -> float:
-        """Return the value at a place u from 0 to 1, to three digits."""
-        return float(f"{self.low + u * (self.high - self.low):.3g}")
-
-    def __contains__(self, value: Any) -> bool:
-        return not isinstance(value, str | None) and self.low <= value <= self.high
-
-
-class Log(Linear):
-    """Numbers from `low` to `high`, both above 0, uniform in the logarithm."""
-
-    def at(self, u: float) -> float:
-        return float(f"{math.exp(math.log(self.low) + u * math.log(self.high / self.low)):.3g}")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of several values."""
-
-    values: tuple[Any, ...]
-
-    def at(self, u: float) -> Any:
-        """Return the value at a place u from 0 to below 1."""
-        return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self.values
-
-
-Space: TypeAlias = Linear | Choice
-
-
-def space(**options: Space) -> Mapping[str, Space]:
-    """Return an objective's search space: a space for each option to search."""
-    return MappingProxyType(options)
 
 
 class Term(NamedTuple):
@@ -120,7 +75,7 @@ class Objective(Recorded, nn.Module, ABC):
         temperatures: at which it compares them.
         peers: names of students whose outputs it reads from `place.peers`.
         on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
-            writes itself, drawn at the `sampling_temperature`.
+            writes itself, drawn at the `sampling_temperature`; those of `every` so many steps at once.
         teacher_writes: whether these texts are the teacher's, which are written once.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
         place: the point in training, set before each call of `forward`, `build` and `after_batch`.
@@ -140,6 +95,7 @@ class Objective(Recorded, nn.Module, ABC):
     temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
     on_policy: float = 0.0
+    every: int = 1
     teacher_writes: bool = False
     max_new_tokens: int = 1
     sampling_temperature: float = 1.0

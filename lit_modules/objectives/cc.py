@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, positive, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, positive, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
 
 ORDER = 2  # of the expansion, as in the paper's experiments
 

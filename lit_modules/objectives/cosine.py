@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import FeatureObjective, Log, Outputs, Term, ce_term, check_map, space, weight
+from lit_modules.objectives.base import FeatureObjective, Outputs, Term, ce_term, check_map, weight
+from lit_modules.objectives.search import Log, space
 
 
 class Cosine(FeatureObjective):

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, positive, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, positive, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
 
 DIMENSIONS = 128  # of the space in which student and teacher are compared
 EPS = 1e-7

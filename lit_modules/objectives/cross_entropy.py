@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Linear, Objective, Outputs, Term, ce_term, cross_entropy, space
+from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, cross_entropy
+from lit_modules.objectives.search import Linear, space
 
 
 class CrossEntropy(Objective):

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, positive, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, kl, positive, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 
 LEAST, RANGE, FIRST = 1.0, 20.0, 1.0  # T = LEAST + RANGE * sigmoid(theta), theta = FIRST at first: T is 15.6
 

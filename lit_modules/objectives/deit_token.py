@@ -5,8 +5,9 @@ from typing import Literal
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Choice, Log, Outputs, Term, ce_term, cross_entropy, kl, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, cross_entropy, kl, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Choice, Log, space
 
 
 class DeiTToken(LogitObjective):

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, split_at_label
+from lit_modules.objectives.search import Log, space
 
 
 class DKD(LabelObjective):

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Log, Objective, Outputs, Term, ce_term, kl, space, weight
+from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, kl, weight
+from lit_modules.objectives.search import Log, space
 
 
 class DML(Objective):

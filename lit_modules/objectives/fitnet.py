@@ -4,8 +4,9 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.layers import MIDDLE
-from lit_modules.objectives.base import Choice, Log, Outputs, check_map, space
+from lit_modules.objectives.base import Outputs, check_map
 from lit_modules.objectives.hint import Hint
+from lit_modules.objectives.search import Choice, Log, space
 
 
 class FitNet(Hint):

@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Linear, Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.jensen_shannon import generalized_jsd
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Linear, Log, space
 from lit_modules.objectives.top_k import DISJOINT
 
 
@@ -31,6 +32,7 @@ class GKD(LogitObjective):
         on_policy: the paper's lambda, the share of batches with the student's own responses, 0 to 1.
         max_new_tokens: of such a response at most.
         sampling_temperature: divides the logits from which its tokens are drawn; 0 takes the likeliest.
+        every: steps of the optimizer for which it writes at once, which is faster, with its weights of the first one.
     """
 
     tails = DISJOINT
@@ -46,6 +48,7 @@ class GKD(LogitObjective):
         on_policy: float = 0.0,
         max_new_tokens: int = 128,
         sampling_temperature: float = 1.0,
+        every: int = 1,
     ) -> None:
         super().__init__(temperature, standardize)
         if not 0 <= on_policy <= 1:
@@ -54,8 +57,10 @@ class GKD(LogitObjective):
             raise BadInput("max_new_tokens", max_new_tokens, "at least 1")
         if not 0 <= sampling_temperature < float("inf"):
             raise BadInput("sampling_temperature", sampling_temperature, "0 or more")
+        if every < 1 or (every > 1 and not on_policy):
+            raise BadInput("every", every, "1 or more steps, and 1 without on_policy")
         self.on_policy, self.max_new_tokens = on_policy, max_new_tokens
-        self.sampling_temperature = sampling_temperature
+        self.sampling_temperature, self.every = sampling_temperature, every
         if not 0 <= beta <= 1:
             raise BadInput("beta", beta, "a number from 0 to 1")
         self.beta = beta

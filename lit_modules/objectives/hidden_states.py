@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import StagesObjective, map_blocks
 
 PROJECTED = "projected"  # features of the student, by the number of the pair

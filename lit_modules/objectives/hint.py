@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.tokens import as_maps
-from lit_modules.objectives.base import FeatureObjective, Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import FeatureObjective, Outputs, Term, ce_term, weight
+from lit_modules.objectives.search import Log, space
 
 
 class Hint(FeatureObjective):

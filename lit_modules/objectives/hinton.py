@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, kl, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, kl, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.top_k import TAILS
 
 

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 
 
 class LogitMSE(LogitObjective):

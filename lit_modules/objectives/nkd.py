@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, check_temperature, weight
 from lit_modules.objectives.logits import LabelObjective, pick_label, split_at_label
+from lit_modules.objectives.search import Log, space
 
 
 class NKD(LabelObjective):

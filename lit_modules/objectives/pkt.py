@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
 
 EPS = 1e-7
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.projections import Projections, find_projections, hide_later, products
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import divergence
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import StagesObjective, map_blocks, number_layers
 
 PAIRS = {"attention": (0, 1), "value": (2, 2), "query": (0, 0), "key": (1, 1)}  # of queries, keys and values

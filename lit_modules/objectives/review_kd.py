@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.nets.layers import resolve
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import Size, StagesObjective, number_layers, pool_to
 
 POOLS = (4, 2, 1)  # heights and widths of HCL's coarser maps

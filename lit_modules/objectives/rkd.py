@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
 
 SAME = 1e-6  # distance below which two embeddings have no direction between them
 

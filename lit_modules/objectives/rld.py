@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, check_temperature, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, check_temperature, weight
 from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, pick_label, split_at_label
+from lit_modules.objectives.search import Log, space
 
 
 class RLD(LabelObjective):

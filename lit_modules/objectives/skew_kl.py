@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Choice, Linear, Log, Outputs, Term, ce_term, kl, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, kl, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Choice, Linear, Log, space
 from lit_modules.objectives.top_k import DISJOINT
 
 

@@ -4,8 +4,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.layers import DEFAULT_LAYER
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.search import Log, space
 
 
 class SP(EmbeddingObjective):

@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Linear, Log, Objective, Outputs, Term, ce_term, check_temperature, space, weight
+from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, check_temperature, weight
 from lit_modules.objectives.logits import pick_label
+from lit_modules.objectives.search import Linear, Log, space
 
 
 class TfKD(Objective):

@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import LogitObjective
+from lit_modules.objectives.search import Log, space
 
 
 class TTM(LogitObjective):

@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.other_tokens import OtherTokens
-from lit_modules.objectives.base import Log, Objective, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, weight
 from lit_modules.objectives.jensen_shannon import generalized_jsd
+from lit_modules.objectives.search import Log, space
 
 
 class ULD(Objective):

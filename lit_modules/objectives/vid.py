@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.objectives.base import Log, Outputs, Term, ce_term, space, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import MapsObjective, pool_to
 
 FIRST_VARIANCE, EPS = 5.0, 1e-5

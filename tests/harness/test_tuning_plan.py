@@ -13,7 +13,7 @@ from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.session import Session
 from harness.studies.tuning import Tuning, best_trials, rung_ends, spaces, waves
-from lit_modules.objectives.base import Choice, Linear, Log
+from lit_modules.objectives.search import Choice, Linear, Log
 from lit_modules.tasks import ACCURACY, BITS
 
 SMALL = [

@@ -11,8 +11,8 @@ from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Outputs
 from lit_modules.objectives import AttentionTransfer, Hinton, Objective, Sum, Term
-from lit_modules.objectives.base import Choice, Linear, Log
 from lit_modules.objectives.cross_entropy import ce_term
+from lit_modules.objectives.search import Choice, Linear, Log
 from tests.training import SHAPE, digits, distil, fit
 
 

@@ -1,5 +1,6 @@
 """Students that learn from what they write: the loss is a formula's, on any number of ranks, alone or in company."""
 
+import copy
 import math
 import signal
 from collections.abc import Callable
@@ -16,16 +17,18 @@ from datamodules import Chat
 from datamodules.chat_templates import END
 from datamodules.text_loaders import weigh_sequences
 from harness.runs.safepoints import SafePoints
+from lab.strategies import LocalSGD
 from lit_modules.distillation import Distillation
-from lit_modules.nets.generation import Sampling, generate, row_keys
+from lit_modules.generations import prompt_lengths
+from lit_modules.nets.generation import Generated, Sampling, generate, row_keys
 from lit_modules.objectives import DML, GKD, CrossEntropy, Hinton, Objective, Sum
-from lit_modules.on_policy import join_texts, prompt_lengths
 from lit_modules.tasks import Tokens
+from lit_modules.written_texts import join_texts
 from strategies import FSDP
 from tests.chats import chat, rows, write_lines
 from tests.commands import kill_at, lasting, nets, results, start
 from tests.grids import mostly_slow
-from tests.language import gpt
+from tests.language import gpt, text
 from tests.training import SHAPE, assert_same, fit, net, on, outcome, weights
 
 V, ENDS = 256, (ord(END), *range(128, 160))  # a net that knows nothing seldom ends a response by one token
@@ -130,7 +133,8 @@ def test_the_share_of_batches_is_drawn_by_the_step() -> None:
 
 @pytest.mark.parametrize("place", mostly_slow(["ddp 2", "ddp 3", "ddp 1 exact 4", "ddp 2 exact 4"], "ddp 2"))
 def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path) -> None:
-    make = lambda: module({"gkd": gkd(0.6), "kd": Hinton(), "reverse": gkd(1.0, beta=1.0)})  # noqa: E731
+    objectives = {"gkd": gkd(0.6), "kd": Hinton(), "reverse": gkd(1.0, beta=1.0), "ahead": gkd(0.8, every=2)}
+    make = lambda: module(objectives)  # noqa: E731
     (logs := tmp_path / "logs").mkdir()
     tags = ["gkd/train/loss", "reverse/train/loss"]
     one = outcome(make(), chats(tmp_path), logs, tags)
@@ -141,7 +145,8 @@ def test_any_number_of_ranks_gives_the_same_students(place: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_exact_gives_the_same_bits(tmp_path: Path) -> None:
-    make: Callable[[], Distillation] = lambda: module({"gkd": gkd(0.6), "all": gkd()}, double=False)  # noqa: E731
+    objectives = {"gkd": gkd(0.6), "all": gkd(), "ahead": gkd(every=2)}
+    make: Callable[[], Distillation] = lambda: module(objectives, double=False)  # noqa: E731
     one = fit(make(), chats(tmp_path), **on("ddp 1 exact 4"))
     two = fit(make(), chats(tmp_path), **on("ddp 2 exact 4"))
     assert_same(weights(one), weights(two))
@@ -151,7 +156,7 @@ def test_exact_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
-    make = lambda: module({"gkd": gkd(0.5), "kd": Hinton()})  # noqa: E731
+    make = lambda: module({"gkd": gkd(0.5), "kd": Hinton(), "ahead": gkd(0.5, every=2)})  # noqa: E731
     whole = fit(make(), chats(tmp_path, 9), max_epochs=3)
     parts = fit(make(), chats(tmp_path, 3), max_epochs=3, accumulate_grad_batches=3)
     assert_same(weights(whole), weights(parts), atol=1e-9)
@@ -165,6 +170,29 @@ def test_a_student_alone_is_one_in_company(tmp_path: Path) -> None:
     assert_same({key: x for key, x in weights(alone).items() if ".gkd." in key}, mine, atol=1e-12)
 
 
+class Stepwise(Distillation):
+    """Writes when a batch comes, by a copy of the student as it was at the first step of two."""
+
+    def _write_ahead(self, name: str) -> None:
+        (epoch, step), self.written_ahead[name] = self._step_keys(), {}
+        if step % 2 == 0 or (epoch, step) == (0, 0):
+            self.__dict__["copied"] = copy.deepcopy(self.students[name].net)  # apart from the state
+
+    def _texts_of(self, name: str, batch: Batch, prompts: Tensor) -> Generated:
+        keys = row_keys(batch.index, self.seed, *self._step_keys())
+        written = generate(self.__dict__["copied"], batch.inputs, prompts, 5, keys, Sampling(), ENDS)
+        return written._replace(lengths=written.lengths.minimum(40 - prompts))
+
+
+def test_writing_in_advance_is_writing_by_the_weights_of_the_first_step(tmp_path: Path) -> None:
+    ahead = fit(module({"gkd": gkd(every=2)}), chats(tmp_path), max_epochs=2)
+    stepwise = module({"gkd": gkd(every=2)})
+    stepwise.__class__ = Stepwise
+    assert_same(weights(ahead), weights(fit(stepwise, chats(tmp_path), max_epochs=2)), atol=1e-12)
+    other = weights(fit(module({"gkd": gkd()}), chats(tmp_path), max_epochs=2))
+    assert any((x - other[key]).abs().max() > 1e-6 for key, x in weights(ahead).items())
+
+
 def test_a_batch_in_which_nothing_is_written_teaches_nothing(tmp_path: Path) -> None:
     students = module({"gkd": gkd()}).train()
     batch = first_batch(tmp_path)
@@ -176,10 +204,16 @@ def test_a_batch_in_which_nothing_is_written_teaches_nothing(tmp_path: Path) -> 
     assert all(not p.grad.any() for p in students.students["gkd"].parameters() if p.grad is not None)
 
 
-def test_what_can_not_write_is_refused() -> None:
+def test_what_can_not_write_is_refused(tmp_path: Path) -> None:
     for name, value in {"on_policy": 1.5, "max_new_tokens": 0, "sampling_temperature": -1.0}.items():
         with pytest.raises(BadInput, match=f"{name} {value}: expected"):
             GKD(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"every 2: expected 1 or more steps, and 1 without on_policy"):
+        GKD(every=2)
+    with pytest.raises(BadInput, match=r"variants.gkd.every 2: expected 1, or texts that are the same in each epoch"):
+        module({"gkd": gkd(every=2)}).check_data(text(tmp_path))
+    with pytest.raises(BadInput, match=r"strategy LocalSGD: expected methods with every 1"):
+        LocalSGD().check_module(module({"gkd": gkd(every=2)}))
     with pytest.raises(BadInput, match="objectives GKD: expected parts with on_policy 0"):
         Sum([GKD(on_policy=0.5), Hinton()])
     with pytest.raises(BadInput, match=r"variants.a.on_policy 0.5: expected 0 for inputs that are no texts"):
@@ -204,9 +238,10 @@ def test_a_killed_run_ends_with_the_same_texts(exact: list[str], tmp_path: Path)
     path = write_lines(tmp_path / "chat.jsonl", rows(40, 4))
     flags = [
         "--data", "Chat", "--data.path", str(path), "--data.max_length", "60", "--data.validation_size", "4",
-        "--data.test_size", "4", *NETS, "--only", "ce", "gkd", "--variants.gkd", "GKD", "--variants.gkd.on_policy",
-        "0.6", "--variants.gkd.max_new_tokens", "6", "--seeds", "1", "--trainer.max_epochs", "2", *exact,
-        "--checkpoint_every", "1e-9", "--trainer.log_every_n_steps", "1",
+        "--data.test_size", "4", *NETS, "--only", "ce", "gkd", "ahead", "--variants.gkd", "GKD",
+        "--variants.gkd.on_policy", "0.6", "--variants.gkd.max_new_tokens", "6", "--variants.ahead", "GKD",
+        "--variants.ahead.on_policy", "1", "--variants.ahead.every", "4", "--seeds", "1", "--trainer.max_epochs", "2",
+        *exact, "--checkpoint_every", "1e-9", "--trainer.log_every_n_steps", "1",
     ]  # fmt: skip
     start(tmp_path / "whole", *flags).check()
     out = tmp_path / "run"

@@ -18,7 +18,7 @@ from harness.cli.yamls import read_value
 from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from lit_modules.objectives import Objective
-from lit_modules.objectives.base import Choice, Linear, Log, Space
+from lit_modules.objectives.search import Choice, Linear, Log, Space
 from lit_modules.schedules import build_scheduler, nominal
 
 OPTIMIZER, MODEL, SEARCH = "optimizer", "model", "search"

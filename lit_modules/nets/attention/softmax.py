@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
@@ -89,6 +90,11 @@ class SelfAttention(nn.Module):
             restrict_kernels(self.backend, query) if torch.compiler.is_compiling() else use_kernel(self.backend, *call)
         ):
             return F.scaled_dot_product_attention(*call)
+
+    @staticmethod
+    def parallel_layers() -> dict[str, ParallelStyle]:
+        """How ranks share the heads, by the paths of layers."""
+        return {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
