@@ -73,11 +73,7 @@ def sections(
     ]
     plotted = [
         Section("Differences", "\n\n".join([_DIFFERENCES, *differences.section(results)]), plots.differences(results)),
-        Section(
-            "Intervals",
-            "Each student's seeds, mean and 95 % interval over seeds.",
-            plots.intervals(students, teacher, metric),
-        ),
+        Section("Intervals", _INTERVALS, plots.intervals(students, teacher, metric)),
         Section("All pairs", _PAIRS, plots.pairs(results)),
         Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
         Section("Accuracy against cost and size", "", against),
@@ -91,13 +87,14 @@ def sections(
         _most_confused(results, images),
         Section(
             "What was run",
-            f"{pages.listing(results, metric, results.pooled)}\n\n{pages.learnt_title(results)}\n\n{pages.learnt(results)}",
+            f"{pages.listing(results, metric, results.pooled)}\n\n{pages.learnt(results)}",
         ),
         *html.repeat_section(commands),
     ]
     return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
+_INTERVALS = "Each student's seeds, mean and 95 % interval over seeds."
 _DIFFERENCES = "Each student's paired difference with its intervals over seeds: thick alone, thin corrected."
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "

@@ -42,21 +42,17 @@ def markdown(results: Results) -> str:
         table(results).markdown(),
         *notes(results),
         *differences.section(results),
-        f"{learnt_title(results)}\n\n{learnt(results)}",
+        learnt(results),
         drawn,
         *_tuned(results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def learnt_title(results: Results) -> str:
-    """Introduce the list of `learnt`."""
-    return "Objectives of the students:" if results.teacher else "Nets:"
-
-
 def learnt(results: Results) -> str:
     """List what each student learnt by; without teachers, what each is."""
-    return "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+    lines = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+    return f"{'Objectives of the students' if results.teacher else 'Nets'}:\n\n{lines}"
 
 
 def lead_paragraph(results: Results) -> str:

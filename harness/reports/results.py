@@ -249,11 +249,11 @@ def combine(
     variants: Mapping[str, str] = MappingProxyType({}),  # the methods of students whose names begin with a net's
     taught: Mapping[str, str] = MappingProxyType({}),  # the teachers of students that have others than `teacher`
     more_teachers: Mapping[str, Sequence[FitRecord]] = MappingProxyType({}),  # by the names of their rows
-    baseline: str = BASELINE,  # the student that others are compared with
 ) -> Results:
     """Combine the records of each seed; None stands for what can't be computed.
 
-    Without `teachers` students learn from labels alone. Under `zoo` the best student comes first. Where each seed loaded the same teacher, its figures are those of one net.
+    Without `teachers` students learn from labels alone, and are compared with the first variant. Under `zoo` the best
+    student comes first. Where each seed loaded the same teacher, its figures are those of one net.
 
     Raises:
         ValueError: a list does not have one entry per seed.
@@ -264,6 +264,7 @@ def combine(
     for name, row in rows.items():
         if len(row) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(row)}")
+    baseline = BASELINE if teachers else next(name for name in header.config["variants"] if name in students)
     combined = {name: combine_student(records, metric) for name, records in students.items()}
     for name, student in combined.items():
         student.taught_by, student.baseline = taught.get(name), baseline

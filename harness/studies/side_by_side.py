@@ -171,7 +171,6 @@ class SideBySide:
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in records],
             judged_by(self.config, self.session.data),
-            baseline=next(iter(self.arms)),
         )
 
     def _report(self, records: Sequence[Sequence[FitRecord]], search: Search | None) -> None:
