@@ -65,9 +65,11 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> bool:
         for path, style in plan.items():
             layer = net.get_submodule(path)
             if joined := getattr(layer, "joined", None):
-                rows = torch.arange(next(layer.parameters()).shape[0])
-                order = rows.view(joined[0], mesh.size(), -1).transpose(0, 1).flatten()
+                matrices = torch.arange(next(layer.parameters()).shape[0]).split(joined[0])
+                parts = [rows.view(mesh.size(), -1) for rows in matrices]  # of each rank, for each matrix
+                order = torch.cat(parts, 1).flatten()
                 setattr(layer, ORDER, order)
+                layer.part = mesh.get_local_rank()  # type: ignore[assignment]
                 for p in layer.parameters(recurse=False):
                     p.data = p.data[order.to(p.device)]
             padding = _EmptyBatches()
@@ -114,7 +116,7 @@ def _find_plans(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 def _rows(layer: nn.Module, style: ParallelStyle) -> int:
     """Return the number of parts into which a layer can be cut."""
-    joined: tuple[int, int] | None = getattr(layer, "joined", None)
+    joined: tuple[tuple[int, ...], int] | None = getattr(layer, "joined", None)
     if joined:
         return joined[1]
     if not isinstance(layer, nn.Linear):

@@ -17,7 +17,9 @@ class HiddenStates(StagesObjective):
     """hidden_weight * mean over layers and D_t of (W_m h_s - h_t)^2 + ce_weight * CE, for each token of a text.
 
     h are outputs of blocks (b, T, D_s) and (b, T, D_t). W_m is trained with the student, one for each pair of layers,
-    and not exported.
+    and not exported. Layers are paired by `student_stages` and `teacher_stages`; without them each block of the student
+    is paired, number m of M with number m N / M of the teacher's N; one of a student that is `Pruned`, with the block
+    before the next one that it keeps.
 
     Source: Jiao et al. 2020, "TinyBERT: Distilling BERT for Natural Language Understanding" (arXiv:1909.10351),
     equation 8, with its uniform map of layers; without the embeddings.
@@ -25,9 +27,6 @@ class HiddenStates(StagesObjective):
     Args:
         hidden_weight: weight of the squared difference.
         ce_weight: weight of the cross-entropy with the labels.
-        student_stages: the student's layers; default: all blocks.
-        teacher_stages: the teacher's, as many; default: block m N / M for the student's block m of M, of N; for a
-            student that is `Pruned`, the block before the next one that it keeps.
 
     Raises:
         BadInput: in `build`, a layer gives no tokens (b, T, D); in `choose`, a net names no blocks.

@@ -102,7 +102,7 @@ class MiniLM(RelationObjective):
 
     R are distributions of a token over itself and earlier ones, softmax(a b^T / sqrt(d)): of queries a and keys b the
     attention, of values a = b the value relation, likewise of queries, and of keys. Positions are in queries and keys
-    as attention has them.
+    as attention has them. Blocks are paired by `student_stages` and `teacher_stages`; by default the last of both.
 
     Source: Wang et al. 2020, "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of Pre-Trained
     Transformers" (arXiv:2002.10957), equations 6 to 9, of the last blocks; with `relation_heads`, Wang et al. 2021,
@@ -115,8 +115,6 @@ class MiniLM(RelationObjective):
         key_weight: that of keys.
         ce_weight: weight of the cross-entropy with the labels.
         relation_heads: that of RelationObjective.
-        student_stages: the student's blocks; default: the last.
-        teacher_stages: the teacher's, as many; default: the last.
 
     Raises:
         BadInput: in `choose`, a layer is no block whose attention is known; in `build`, heads don't fit.
@@ -135,10 +133,17 @@ class MiniLM(RelationObjective):
         **layers: Any,
     ) -> None:
         super().__init__(relation_heads, **layers)
-        weights = {"attention": attention_weight, "value": value_weight, "query": query_weight, "key": key_weight}
-        self.weights = {kind: weight(f"{kind}_weight", value) for kind, value in weights.items()}
-        self.kinds = tuple(kind for kind, value in self.weights.items() if value)
+        self.attention_weight = weight("attention_weight", attention_weight)
+        self.value_weight, self.query_weight = (
+            weight("value_weight", value_weight),
+            weight("query_weight", query_weight),
+        )
+        self.key_weight = weight("key_weight", key_weight)
+        self.kinds = tuple(kind for kind in ("attention", "value", "query", "key") if self._weight(kind))
         self.ce_weight = weight("ce_weight", ce_weight)
+
+    def _weight(self, kind: str) -> float:
+        return float(getattr(self, f"{kind}_weight"))
 
     def choose_blocks(self, student: nn.Module, teacher: nn.Module) -> None:
         if not any(self.stages.values()):
@@ -152,14 +157,15 @@ class MiniLM(RelationObjective):
                 for s, t in self.pairs_of(kind, student, teacher)
             ]
             values = torch.stack([divergence(log_t, log_s).mean(-1) for log_s, log_t in pairs]).mean(0)  # (b, T)
-            terms[kind] = Term(values, self.weights[kind])
+            terms[kind] = Term(values, self._weight(kind))
         return {**terms, "ce": ce_term(student, labels, self.ce_weight)}
 
 
 class AttentionScores(RelationObjective):
     """attention_weight * mean over blocks, heads and places of (a_s - a_t)^2 + ce_weight * CE, for each token.
 
-    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax.
+    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax. Blocks are paired by
+    `student_stages` and `teacher_stages`; by default as those of HiddenStates.
 
     Source: Jiao et al. 2020, "TinyBERT: Distilling BERT for Natural Language Understanding" (arXiv:1909.10351),
     equation 7, with its uniform map of layers; `Sum` joins it with HiddenStates, equation 8.
@@ -168,8 +174,6 @@ class AttentionScores(RelationObjective):
         attention_weight: weight of the squared difference.
         ce_weight: weight of the cross-entropy with the labels.
         relation_heads: that of RelationObjective.
-        student_stages: the student's blocks; default: all.
-        teacher_stages: the teacher's, as many; default: those of HiddenStates.
 
     Raises:
         BadInput: in `choose`, a layer is no block whose attention is known; in `build`, heads don't fit.

@@ -22,6 +22,6 @@ def test_a_missing_extra_is_said_of_ones_own_texts(
     (tmp_path / "seed0" / "kd").mkdir(parents=True)
     data = SimpleNamespace(vocabulary=Vocabulary(), task="tokens", path=path)
     run: Any = SimpleNamespace(data=data, out=tmp_path, config=SimpleNamespace(seeds=[0]))
-    language.write_language_models(run, ["teacher"], ["kd"])
+    language.write_language_models(run, ["teacher"], ["kd"], {})
     assert ("no hf/ of students" in capsys.readouterr().out) is (path is not None)
     assert (tmp_path / "seed0" / "kd" / "vocabulary.json").is_file()

@@ -172,7 +172,7 @@ def test_a_cache_refuses_what_it_cannot_serve() -> None:
 
 def compiled_equals_eager(net: SelfAttention, compiler: str, tolerance: float = 1e-12) -> None:
     torch.compiler.reset()
-    x = noise(2, 7, D).to(net.out.weight.dtype).requires_grad_()
+    x = noise(2, 7, net.embed_dim).to(net.out.weight.dtype).requires_grad_()
     compiled, eager = torch.compile(net, fullgraph=True, backend=compiler)(x), net(x)
     assert_same([compiled, *gradients(net, x, compiled)], [eager, *gradients(net, x, eager)], tolerance)
 

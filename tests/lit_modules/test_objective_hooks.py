@@ -72,8 +72,8 @@ def test_a_space_has_the_default_and_every_value_in_it_builds(name: str) -> None
             assert getattr(method(**{option: value}, **NEEDED.get(name, {})), option) == value
 
 
-def test_only_methods_without_options_have_no_space() -> None:
-    assert [name for name in METHODS if not getattr(objectives, name).search] == ["SimKD", "Sum"]
+def test_only_methods_without_weights_have_no_space() -> None:
+    assert [name for name in METHODS if not getattr(objectives, name).search] == ["SequenceLevel", "SimKD", "Sum"]
 
 
 def test_values_are_spread_as_the_space_says() -> None:

@@ -18,7 +18,8 @@ from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets import ViT
+from lit_modules.nets import SelfAttention, ViT
+from lit_modules.nets.attention import Alibi
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
 from strategies import DDP, FSDP
 from strategies.sharding import recompute
@@ -56,12 +57,22 @@ class Pair(nn.Module):
         return {"wide.u*": ColwiseParallel(), "wide.down": RowwiseParallel()}
 
 
+def forms() -> nn.Module:
+    """Grouped queries, norms of their heads, slopes of positions and a gate: each rank has some heads."""
+    module = vit()
+    for block in module.blocks:
+        options = {"num_kv_heads": 2, "position": Alibi(), "qk_norm": True, "gate": True, "head_dim": 8}
+        block.attention = with_seed(0, lambda options=options: SelfAttention(24, 4, **options))
+    return module
+
+
 CASES: dict[str, Callable[[], LightningModule]] = {
     "vit": lambda: LitClassifier(vit()),
+    "forms": lambda: LitClassifier(forms()),
     "students": lambda: students(ce=CrossEntropy(), kd=Hinton(), cosine=Cosine(), deit=DeiTToken()),
     "pair": lambda: LitClassifier(with_seed(0, Pair)),
 }
-TAGS = {"vit": "train/loss", "students": "deit/train/loss", "pair": "train/loss"}
+TAGS = {"vit": "train/loss", "forms": "train/loss", "students": "deit/train/loss", "pair": "train/loss"}
 
 
 def trained(
@@ -84,6 +95,8 @@ def trained(
     ("name", "data", "tensor", "options"),
     [
         ("vit", 1, 2, CLIP),
+        ("forms", 1, 2, CLIP),
+        pytest.param("forms", 2, 2, CLIP, marks=pytest.mark.slow),
         pytest.param("vit", 2, 2, CLIP | ACCUMULATE, marks=pytest.mark.slow),
         pytest.param("vit", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("vit", 2, 4, CLIP_VALUES, marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.kernels import Backend, use_kernel
 from lit_modules.nets.attention.masks import mask_texts
+from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.softmax import SelfAttention, any_kernel
 
-__all__ = ["Backend", "Cache", "SelfAttention", "any_kernel", "mask_texts", "use_kernel"]
+__all__ = ["Alibi", "Backend", "Cache", "Rotary", "SelfAttention", "any_kernel", "mask_texts", "use_kernel"]

@@ -30,8 +30,8 @@ def check_backend(backend: str) -> None:
 
 
 @contextmanager
-def use_kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention(query, *others)` uses this kernel; `auto` leaves the choice to torch.
+def use_kernel(backend: str, query: Tensor, *others: Any, **options: Any) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention(query, *others, **options)` uses this kernel; with `auto` torch chooses.
 
     The choice is global to the process: two threads can't use different kernels at once.
 
@@ -50,7 +50,7 @@ def use_kernel(backend: str, query: Tensor, *others: Any) -> Iterator[None]:
         needs_gpu = device == "cpu" and isinstance(error, torch.AcceleratorError)  # for jagged texts, without a GPU
         if not needs_gpu and not NO_KERNEL.search(str(error)):
             raise
-        reasons = " ".join([first_line(error), *_collect_reasons(backend, query, *others)])
+        reasons = " ".join([first_line(error), *_collect_reasons(backend, query, *others, **options)])
         raise BadInput("backend", backend, f"a kernel that serves attention of {kind}; torch says: {reasons}") from None
 
 
@@ -61,7 +61,7 @@ def restrict_kernels(backend: str, query: Tensor) -> AbstractContextManager[None
     return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
 
 
-def _collect_reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
+def _collect_reasons(backend: str, query: Tensor, *others: Any, **options: Any) -> list[str]:
     """Repeat a rejected call and collect torch's reasons: its warnings, and for jagged texts its log."""
     logged: list[str] = []
     handler = logging.Handler()
@@ -72,7 +72,7 @@ def _collect_reasons(backend: str, query: Tensor, *others: Any) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as warned, suppress(RuntimeError), restrict_kernels(backend, query):
             warnings.simplefilter("always")
-            F.scaled_dot_product_attention(query, *others)
+            F.scaled_dot_product_attention(query, *others, **options)
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate

@@ -1,31 +1,50 @@
-"""Multi-head self-attention (Vaswani et al. 2017) with a choice of torch's kernels."""
+"""Multi-head self-attention (Vaswani et al. 2017) with a choice of torch's kernels, and the forms of later models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn import functional as F
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
+from lit_modules.nets.attention.attend import Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
-from lit_modules.nets.attention.kernels import Backend, check_backend, restrict_kernels, use_kernel
+from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
+from lit_modules.nets.attention.kernels import Backend
+from lit_modules.nets.attention.masks import check_mask, narrow, visible
+from lit_modules.nets.attention.positions import Alibi, Position, Rotary
+from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, softmax(q kᵀ / √(D / heads)) v, with queries, keys and values from one matrix.
+    """Multi-head self-attention, softmax(s q kᵀ) v, with queries, keys and values from one matrix.
 
     Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so it is not keyed as
     the suite's other dropout is. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
-        num_heads: heads, a divisor of D, each of width D / heads.
+        num_heads: H, heads of queries; a divisor of D, unless `head_dim` is given.
         causal: whether a token attends only to itself and earlier tokens.
         dropout: probability that a weight is zero, in training; below 1.
         bias: whether the projections have one.
         backend: the kernel; `auto` leaves the choice to torch, another is used or refused, never replaced.
+        num_kv_heads: K, heads of keys and values, a divisor of H: query head h uses h // (H / K) (grouped queries,
+            arXiv:2305.13245; 1: multi-query, arXiv:1911.02150). None for H.
+        position: `Rotary` or `Alibi`, inside this layer; None for none.
+        window: a token attends to itself and the `window - 1` before it (Mistral, arXiv:2310.06825); causal only.
+        sinks: the first tokens of a text stay visible beyond the window (StreamingLLM, arXiv:2309.17453), at their
+            true distance.
+        qk_norm: whether an `RMSNorm` of each head's queries and keys comes before the rotation (Qwen3,
+            arXiv:2505.09388).
+        softcap: c of scores c · tanh(score / c), before the mask (Gemma 2, arXiv:2408.00118). Needs `auto` or `math`.
+        gate: whether the heads' output is multiplied by the sigmoid of a projection of x (arXiv:2505.06708).
+        head_dim: d, width of a head; None for D / H.
+        scale: s of scores; None for 1 / √d.
+
+    Raises:
+        BadInput: a value can't be used, or two can't be combined.
     """
 
     def __init__(
@@ -36,78 +55,236 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         backend: Backend = "auto",
+        num_kv_heads: int | None = None,
+        position: Position | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        gate: bool = False,
+        head_dim: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
-        if not 0 <= dropout < 1:
-            raise BadInput("dropout", dropout, "at least 0, less than 1")
-        check_backend(backend)
-        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
-        self.dropout, self.backend = float(dropout), backend
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias)
+        check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
+        check_dropout(dropout)
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if isinstance(position, Rotary) and self.head_dim % 2:
+            raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
+        _check_window(causal, window, sinks)
+        self.form = Form(scale, softcap, backend)
+        self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, float(dropout)
+        self.position, self.window, self.sinks = position, window, sinks
+        rows = [heads * self.head_dim for heads in (num_heads, self.num_kv_heads, self.num_kv_heads)]
+        self.qkv = nn.Linear(embed_dim, sum(rows), bias)
         # If several ranks compute it: its rows are of three matrices, and the rows of a head stay together.
-        self.qkv.joined = (3, num_heads)  # type: ignore[assignment]
-        self.out = nn.Linear(embed_dim, embed_dim, bias)
+        self.qkv.joined = (tuple(rows), self.num_kv_heads)  # type: ignore[assignment]
+        self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
+        self.gate = nn.Linear(embed_dim, rows[0], bias) if gate else None
+        self.out = nn.Linear(rows[0], embed_dim, bias)
+
+    @property
+    def backend(self) -> Backend:
+        """The kernel."""
+        return self.form.backend
+
+    @backend.setter
+    def backend(self, backend: Backend) -> None:
+        self.form.backend = backend
 
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, D) of tokens (B, T, D), which may be a jagged nested tensor: texts of unequal lengths.
 
-        With a cache, x holds the tokens after the cached ones, and attends to these too. A mask (B, 1, T, T) bool says
-        which keys each query attends to, in place of `causal`.
+        With a cache, x holds the tokens after the cached ones, and attends to these too. A mask narrows what a query
+        sees: boolean, true where it attends to a key, or floating point to be added to scores, (B, H, T, T) with any
+        size 1; or boolean (B, T), false for tokens of padding. A query that sees nothing gets 0 from its heads.
 
         Raises:
-            BadInput: the backend has no kernel for this input, with torch's reasons; the cache is full, or passed to
-                attention that is not causal, with jagged texts or gradients; a nested tensor is strided.
+            BadInput: the backend has no kernel for this input, with torch's reasons; the mask has another shape; the
+                cache is full, or passed to attention that is not causal, with jagged texts, a mask or gradients; a
+                nested tensor is strided, or of a form that has no kernel for it.
         """
+        self._check_input(x, cache, mask)
+        empty = None
+        if cache is None:
+            query, key, value = self._heads(x)
+            mask, empty = self._mask(x, mask, query.dtype)
+            causal = self.causal and mask is None
+        else:
+            past = cache.length
+            query, key, value = self._heads(x, past)
+            key, value = cache.append(key, value)
+            mask = self._cached_mask(x, cache, query.dtype)
+            causal = mask is None and not past  # torch's `is_causal` would count from the first token
+        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(query, key, value, self.form, mask, causal, dropout)
+        if empty is not None:
+            mixed = mixed.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
+        mixed = mixed.transpose(1, 2).flatten(-2)
+        if self.gate is not None:
+            mixed = mixed * self.gate(x).sigmoid()
+        output: Tensor = self.out(mixed)
+        return output
+
+    def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the attention weights (B, H, T, T) of tokens (B, T, D), without dropout; 0 where a query sees nothing.
+
+        They are computed apart from `forward`, since no kernel returns them.
+        """
+        self._check_input(x, None, mask)
+        if x.is_nested:
+            raise BadInput("x", "nested tensors", "texts of one length (B, T, D)")
+        query, key, _ = self._heads(x)
+        mask, empty = self._mask(x, mask, query.dtype)
+        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
+        weights = attention_weights(query, key, self.form, mask, self.causal and mask is None)
+        return weights if empty is None else weights.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
+
+    def new_cache(self, max_length: int, padding: Tensor | None = None) -> Cache:
+        """Return an empty cache for texts of up to `max_length` tokens; with a window it keeps only what that needs."""
+        if not self.causal:
+            raise BadInput("causal", False, "True: only causal attention has a cache")
+        return Cache(max_length, padding, self.window, self.sinks)
+
+    def cache_bytes(self, tokens: int, element_size: int) -> int:
+        """Return the bytes that a text's cache takes after so many tokens."""
+        kept = tokens if self.window is None else min(tokens, self.window + self.sinks)
+        return 2 * self.num_kv_heads * self.head_dim * kept * element_size
+
+    def parallel_layers(self) -> dict[str, ParallelStyle]:
+        """How ranks share this module, by the paths of its layers: each computes some heads."""
+        plan: dict[str, ParallelStyle] = {"qkv": ColwiseParallel()}
+        if self.q_norm is not None:
+            plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")}
+        if self.gate is not None:
+            plan["gate"] = ColwiseParallel()
+        return plan | {"out": RowwiseParallel()}
+
+    def _check_input(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> None:
         if x.is_nested and x.layout != torch.jagged:
             raise BadInput("", "nested tensors", "torch.nested.nested_tensor(texts, layout=torch.jagged)")
-        query, key, value = self._heads(x)
-        causal = self.causal and mask is None
         if cache is not None:
             if not self.causal or x.is_nested:
                 raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
-            past = cache.length
-            key, value = cache.append(key, value)
-            mask = cache.mask(x.shape[1], x.device)
-            causal = mask is None and not past  # torch's `is_causal` would count from the first token
-        output: Tensor = self.out(self._attend(query, key, value, mask, causal).transpose(1, 2).flatten(-2))
-        return output
+            if mask is not None:
+                raise BadInput("mask", tuple(mask.shape), "None with a cache, whose `padding` says what is no text")
+            if cache.window is not None and (cache.window, cache.sinks) != (self.window, self.sinks):
+                raise BadInput("cache", f"a Cache of window {cache.window}", f"the layer's window, {self.window}")
+        if x.is_nested:
+            forms: dict[str, object] = {"mask": mask, "window": self.window, "softcap": self.form.softcap}
+            forms["position"] = self.position if isinstance(self.position, Alibi) else None
+            for name, value in forms.items():
+                if value is not None:
+                    raise BadInput(name, "with nested tensors", "texts of one length (B, T, D), padded and masked")
 
-    def _heads(self, x: Tensor) -> list[Tensor]:
-        """Project tokens (B, T, D) to queries, keys and values (B, heads, T, D / heads) of all heads or this rank's."""
-        width = self.embed_dim // self.num_heads
-        parts = self.qkv(x).chunk(3, -1)
-        if x.is_nested and not (x.is_cuda and x.dtype != torch.float64 and self.backend != "math"):
-            parts = [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
-        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts]
+    def _heads(self, x: Tensor, past: int = 0) -> list[Tensor]:
+        """Project tokens (B, T, D) to queries, keys and values (B, heads, T, d) of all heads or this rank's."""
+        projected, groups = self.qkv(x), self.num_heads // self.num_kv_heads
+        plain = groups == 1 and self.q_norm is None and not isinstance(self.position, Rotary)
+        if x.is_nested and not plain:
+            return self._jagged_heads(projected)
+        if groups == 1:
+            parts = projected.chunk(3, -1)
+        else:
+            rows = projected.shape[-1] // (groups + 2)  # of this rank's keys
+            parts = projected.split([groups * rows, rows, rows], -1)
+        if x.is_nested:
+            parts = self._contiguous(parts)
+        heads = [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
+        if not plain:
+            heads = self._place(heads, torch.arange(past, past + x.shape[1], device=x.device))
+        return [part.transpose(1, 2) for part in heads]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        call = (query, key, value, mask, self.dropout if self.training else 0.0, causal)
-        if self.backend == "auto" and not query.is_nested:
-            return F.scaled_dot_product_attention(*call)
-        with (
-            restrict_kernels(self.backend, query) if torch.compiler.is_compiling() else use_kernel(self.backend, *call)
-        ):
-            return F.scaled_dot_product_attention(*call)
+    def _place(self, heads: list[Tensor], places: Tensor) -> list[Tensor]:
+        """Norm and rotate queries and keys (..., T, heads, d) of tokens at places (T,)."""
+        query, key, value = heads
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if isinstance(self.position, Rotary):
+            query, key = self.position.rotate(places, query, key)
+        return [query, key, value]
 
-    @staticmethod
-    def parallel_layers() -> dict[str, ParallelStyle]:
-        """How ranks share the heads, by the paths of layers."""
-        return {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+    def _jagged_heads(self, projected: Tensor) -> list[Tensor]:
+        """Do the same for a jagged projection, whose kernels take as many heads of keys as of queries."""
+        values, offsets = projected.values(), projected.offsets()  # type: ignore[attr-defined]
+        rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        heads = [part.unflatten(-1, (-1, self.head_dim)) for part in values.split(rows, -1)]  # (tokens, heads, d)
+        starts = offsets[:-1].repeat_interleave(offsets.diff(), output_size=len(values))
+        heads = self._place(heads, torch.arange(len(values), device=values.device) - starts)
+        groups = self.num_heads // self.num_kv_heads
+        heads = [heads[0], *(part.repeat_interleave(groups, 1) if groups > 1 else part for part in heads[1:])]
+        nested = [torch.nested.nested_tensor_from_jagged(part.flatten(1), offsets) for part in heads]
+        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self._contiguous(nested)]
+
+    def _contiguous(self, parts: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+        x = parts[0]
+        if x.is_cuda and x.dtype != torch.float64 and self.backend != "math":
+            return [*parts]
+        return [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
+
+    def _mask(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return the mask of a whole text, None for what `causal` says; and the queries that see nothing."""
+        if x.is_nested:
+            return None, None
+        places, empty = torch.arange(x.shape[1], device=x.device), None
+        if mask is not None:
+            mask = check_mask(mask, len(x), self.num_heads, x.shape[1], x.shape[1])
+            mask, empty = narrow(mask, self.causal, self.window, self.sinks)
+        elif self.window is not None or (self.causal and isinstance(self.position, Alibi)):
+            mask = visible(places, places, self.window, self.sinks)
+        return self._add_bias(mask, places, places, dtype), empty
+
+    def _cached_mask(self, x: Tensor, cache: Cache, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask for tokens that the cache has just got, None for what a causal kernel does by itself."""
+        mask = cache.mask(x.shape[1], x.device, self.window, self.sinks)
+        if not isinstance(self.position, Alibi):
+            return mask
+        places = cache.places(x.shape[1], x.device)
+        return self._add_bias(visible(*places) if mask is None else mask, *places, dtype)
+
+    def _add_bias(self, mask: Tensor | None, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Add the bias of `Alibi` for queries and keys at these places to a mask, in the type of the queries."""
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+        if not isinstance(self.position, Alibi):
+            return mask
+        slopes = torch.tensor(self.position.slopes(self.num_heads), dtype=dtype, device=queries.device)
+        bias = self.position.bias(queries, keys, slopes)
+        if mask is None:
+            return bias
+        return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+        facts = f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+        options = {
+            "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
+            "position": self.position, "window": self.window, "sinks": self.sinks or None,
+            "softcap": self.form.softcap, "scale": self.form.scale,
+        }  # fmt: skip
+        return ", ".join([facts, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+
+
+def _check_window(causal: bool, window: int | None, sinks: int) -> None:
+    if window is not None and not causal:
+        raise BadInput("window", window, "None, but for causal attention")
+    if window is not None and window < 1:
+        raise BadInput("window", window, "at least 1, the token itself")
+    if sinks < 0 or (sinks and window is None):
+        raise BadInput("sinks", sinks, "0 without a window" if sinks > 0 else "at least 0")
 
 
 @contextmanager
 def any_kernel(module: nn.Module) -> Iterator[None]:
     """Inside, attention in this module may use any kernel, to learn shapes on another device than that of training."""
-    backends = {m: m.backend for m in module.modules() if isinstance(m, SelfAttention)}
-    for attention in backends:
-        attention.backend = "auto"
+    forms = [form for m in module.modules() if isinstance(form := getattr(m, "form", None), Form)]
+    backends = [form.backend for form in forms]
+    for form in forms:
+        form.backend = "auto"
     try:
         yield
     finally:
-        for attention, backend in backends.items():
-            attention.backend = backend
+        for form, backend in zip(forms, backends, strict=True):
+            form.backend = backend

@@ -1,0 +1,102 @@
+"""Attention of queries, keys and values, by torch's kernels or written out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from apprentice.errors import BadInput
+from lit_modules.nets.attention.kernels import Backend, check_backend, restrict_kernels, use_kernel
+
+
+@dataclass
+class Form:
+    """How scores are made, and which kernel computes them.
+
+    Args:
+        scale: of q · k; None for 1 / √(width of a key).
+        softcap: c of scores c · tanh(score / c), before the mask (Gemma 2, arXiv:2408.00118); None for none.
+        backend: the kernel.
+
+    Raises:
+        BadInput: a value can't be used, or the kernel has no softcap.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not 0 < value < float("inf"):
+                raise BadInput(name, value, "a number above 0, or None")
+        if self.softcap is not None and self.backend not in {"auto", "math"}:
+            raise BadInput("backend", self.backend, "auto or math: no other kernel has a softcap")
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, form: Form, mask: Tensor | None = None, causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return softmax(s q kᵀ) v (B, H, T, d) of queries (B, H, T, d), keys and values (B, K, n, d), K a divisor of H.
+
+    Query head h uses key head h // (H / K). A mask broadcasts to (B, H, T, n).
+
+    Raises:
+        BadInput: the backend has no kernel for this input, with torch's reasons.
+    """
+    groups = query.shape[1] // key.shape[1] if key.shape[1] else 1
+    if groups > 1 and query.shape[2] == 1 and not query.is_nested:
+        # One query: those of a group as rows of one head read its keys once, in half of the time of `enable_gqa`.
+        packed, mask = query.reshape(len(query), -1, groups, query.shape[3]), _pack(mask, groups)
+        return attend(packed, key, value, form, mask, False, dropout).reshape(*query.shape[:3], value.shape[3])
+    if form.softcap is not None:
+        weights = attention_weights(query, key, form, mask, causal)
+        return mix(F.dropout(weights, dropout) if dropout else weights, value)
+    if groups > 1 and query.is_cuda and (mask is not None or query.dtype in {torch.float32, torch.float64}):
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))  # else torch takes its math kernel
+        groups = 1
+    call = query, key, value, mask, dropout, causal
+    options: dict[str, Any] = {"scale": form.scale, "enable_gqa": groups > 1}
+    backend = form.backend
+    if backend == "auto" and not query.is_nested:
+        return F.scaled_dot_product_attention(*call, **options)
+    kernel = (
+        restrict_kernels(backend, query) if torch.compiler.is_compiling() else use_kernel(backend, *call, **options)
+    )
+    with kernel:
+        return F.scaled_dot_product_attention(*call, **options)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, form: Form, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Return the weights (B, H, T, n) of `attend`, without dropout."""
+    scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
+    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, K, H / K, T, d)
+    scores = (scale * grouped @ key[:, :, None].mT).flatten(1, 2)  # (B, H, T, n)
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights: Tensor = scores.softmax(-1)
+    return weights
+
+
+def mix(weights: Tensor, value: Tensor) -> Tensor:
+    """Return (B, H, T, d) of weights (B, H, T, n) and values (B, K, n, d)."""
+    mixed: Tensor = weights.unflatten(1, (value.shape[1], -1)) @ value[:, :, None]
+    return mixed.flatten(1, 2)
+
+
+def _pack(mask: Tensor | None, groups: int) -> Tensor | None:
+    """Return a mask for one query as one for its group's rows."""
+    if mask is None or mask.dim() == 2 or mask.shape[1] == 1:
+        return mask
+    return mask.reshape(len(mask), -1, groups, mask.shape[3])
