@@ -151,7 +151,7 @@ class Comparison(Variants):
 def check_alone(run: Session) -> None:
     """Raise BadInput for a flag of a comparison where there is one net alone."""
     config = run.config
-    for name in ("only", "equal", "decode_at", "tune"):
+    for name in ("equal", "decode_at", "tune"):
         if (value := vars(config)[name]) is not None:
             raise BadInput(name, value, "--variants.NAME CLASS beside it, a net to compare")
     for flag, value in config.search.items():

@@ -53,8 +53,9 @@ class LanguageModels(TrainsAsGPT2, Distillation):
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         end_tokens: tuple[int, ...] = (),
     ) -> None:
+        students: dict[str, Any] = {name: (net, CrossEntropy()) for name, net in nets.items()}
         super().__init__(
-            None, {name: (net, CrossEntropy()) for name, net in nets.items()}, input_shape, num_classes, seed=seed,
+            None, students, input_shape, num_classes, seed=seed,
             task=task or Tokens(), input_dtype=torch.int64, optimizer_options=optimizer_options, end_tokens=end_tokens,
             loss_chunk=0 if compiled else None,  # a compiled net is called as a whole
         )  # fmt: skip

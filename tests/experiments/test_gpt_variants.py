@@ -99,7 +99,7 @@ def test_nets_of_equal_cost(budget: str, finished: Path, tmp_path: Path) -> None
     wide = {"embed_dim": "32"}
     gpt.main([*of(finished, *variant("two", **wide)), *variant("deep", num_layers="6", num_heads="1", **wide), *flags])
     two, deep = results(run)["students"].values()
-    assert abs(deep[key] / two[key] - 1) < 0.05
+    assert abs(deep[key] / two[key] - 1) < 0.08
     width = results(run)["config"]["variants"]["deep"]["init_args"]["embed_dim"]
     assert width == load_net(run / "seed0" / "deep").init_args["embed_dim"] < 32
     assert yaml.safe_load((run / "config.yaml").read_text())["variants"]["deep"]["init_args"]["embed_dim"] == 32
@@ -124,7 +124,7 @@ def test_what_a_token_costs(finished: Path) -> None:
 @pytest.mark.parametrize(("flags", "line"), [
     (["--equal", "flops"], "--equal flops: expected --variants.NAME CLASS beside it, a net to compare"),
     (["--tune", "3"], "--tune 3: expected --variants.NAME CLASS beside it, a net to compare"),
-    (["--only", "a"], "--only a: expected --variants.NAME CLASS beside it, a net to compare"),
+    (["--only", "a"], "--only a: expected --variants.NAME CLASS beside it, of which there is none"),
     (["--data", "Digits"], "--data Digits: expected Chat, Text or the import path of a class"),
     (["--data", "datamodules.Digits"], "--data datamodules.Digits: expected texts, with a label for each token: "),
     ([*TWO, "--net.num_layers", "2"], "--net.num_layers 2: expected it left out: --variants.two is beside it"),
