@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class InMemoryData(LoadedData):
         label_shape: of a sample's labels; () for one class a sample.
         tokens_per_character: of samples whose task is `tokens`, which is judged by bits a character.
         tokens_per_byte: in its place, of those that are judged by bits a byte.
+        labels_are_answers: of samples whose task is `tokens`, whether how many labels are predicted judges a net.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -66,6 +68,7 @@ class InMemoryData(LoadedData):
     label_shape: tuple[int, ...] = ()
     tokens_per_character: float = 1.0
     tokens_per_byte: float | None = None
+    labels_are_answers: bool = False
     end_tokens: tuple[int, ...] = ()  # of a response in texts; known after `setup`
     packs_texts: bool = False
     training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
@@ -117,6 +120,12 @@ class InMemoryData(LoadedData):
     def split_list(self) -> list[tuple[str, ...]]:
         """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
+
+    def limit_test(self, trainer: Trainer | None) -> None:
+        """Measure what depends on the samples that a Trainer tests on, such as the bytes of their responses."""
+
+    def check_same_texts(self, other: "InMemoryData", flag: str, value: str) -> None:
+        """Raise BadInput for `flag` unless another data module has the same texts, in other tokens."""
 
     def check_fits(self, count: int) -> None:
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""

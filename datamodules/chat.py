@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from apprentice.errors import BadInput
@@ -136,8 +137,23 @@ class Chat(InMemoryData):
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
         self._split()
+        self.limit_test(None)
+
+    def limit_test(self, trainer: Trainer | None) -> None:
         test = self._texts("test")
-        self.tokens_per_byte = int(test.labels.sum()) / max(int(test.response_bytes().sum()), 1)
+        places = self._evaluated_places("test", self._samples_in_limit("test", trainer))
+        self.tokens_per_byte = int(test.labels[places].sum()) / max(int(test.response_bytes()[places].sum()), 1)
+
+    def check_same_texts(self, other: InMemoryData, flag: str, value: str) -> None:
+        """Raise BadInput for `flag` unless another data module, with other tokens, has left out the same conversations.
+
+        Its parts would be other ones, too, and a net tested on what another has learned.
+        """
+        prompts = [[file.index["prompt"] for file in data._files] for data in (self, cast("Chat", other))]
+        if not all(map(np.array_equal, *prompts)):
+            left, right = (sum(map(len, of)) for of in prompts)
+            expected = f"{left:,} conversations in its tokens, too, not {right:,}: with a larger --data.max_length"
+            raise BadInput(flag, value, f"{expected} than {self.block_size} both have all")
 
     def _split(self) -> None:
         """Draw the parts; no prompt is in two of them."""

@@ -112,7 +112,7 @@ class TrainLoader(Resumable):
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `labelled` (n,) bool, on the CPU, tells whose labels are not to be hidden. With `partners` a batch brings for each
     row the sample of the row before, to be mixed with. `finish` augments streamed inputs. `weights` (classes,) float64
-    are those of the classes.
+    are those of the classes. `label_weight` is that of batches, of texts that have as many labels each.
     """
 
     split: Samples | Streamed
@@ -124,6 +124,7 @@ class TrainLoader(Resumable):
     partners: bool = False
     finish: Finish | None = None
     weights: Tensor | None = None
+    label_weight: float | None = None
 
     def __len__(self) -> int:
         return math.ceil(len(self.sampler) / self.batch_size)
@@ -147,7 +148,7 @@ class TrainLoader(Resumable):
         for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
             whole, rows, draws = ahead.popleft()
             index = place_of(draws)
-            b, labels, weight, mixed = len(rows), true, None, None
+            b, labels, weight, mixed = len(rows), true, self.label_weight, None
             if known is not None:
                 labels = true.where(known[index], HIDDEN)
                 weight = len(whole) / max(int(cast("Tensor", self.labelled)[whole].sum()), 1)

@@ -101,7 +101,8 @@ class LitClassifier(Learner):
     def _find_head(self, tokens: Tensor) -> None:
         """Find the head that scores leave out: of a language model with a large vocabulary that is all on this rank."""
         is_here = all(type(p) is nn.Parameter and not p.is_meta for p in self.net.parameters())
-        if self.compiled or not is_here or not isinstance(self.task, Tokens) or tokens.is_floating_point():
+        has_chunks = isinstance(self.task, Tokens) and self.task.has_chunks
+        if self.compiled or not is_here or not has_chunks or tokens.is_floating_point():
             return
         head, self._is_searched = find_token_head(self.net, tokens.new_zeros(1, 2)), True
         self._head = head if head is not None and head.size >= LARGE else None

@@ -122,7 +122,9 @@ class Distillation(ScoredBesideTeacher):
         check_parameters(self.teacher, self.students)
         kept = teacher_cache_mb, teacher_cache_dir, stored
         self.cache = make_cache(frozen, self._objectives, num_classes, self.print, *kept)
-        self._chunks = InChunks(loss_chunk, num_classes if isinstance(self.task, Tokens) else 0)
+        self._chunks = InChunks(
+            loss_chunk, num_classes if isinstance(self.task, Tokens) and self.task.has_chunks else 0
+        )
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training

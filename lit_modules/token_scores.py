@@ -37,8 +37,8 @@ class Predictions(NamedTuple):
 
     def measure_tokens(self, labels: Tensor, size: int) -> "Measured":
         """Return what scores are made of, of `size` tokens at a time if some logits are not there."""
-        if not any(isinstance(x, HeadInputs) for x in (*self.students.values(), *self.averaged.values())):
-            assert not isinstance(self.teacher, HeadInputs)
+        logits = self.teacher, *self.students.values(), *self.averaged.values()
+        if not any(isinstance(x, HeadInputs) for x in logits):
             return Measured(self.teacher, self.students, self.averaged)  # type: ignore[arg-type]  # tensors
         students = measure_tokens(self.students, self.teacher, labels, size)
         return Measured(None, students, measure_tokens(self.averaged, None, labels, size))

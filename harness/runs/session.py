@@ -57,8 +57,11 @@ class Session:
     @cached_property
     def data(self) -> InMemoryData:
         """The data module, set up, after joining the ranks that a launcher started."""
-        launch.join(self.trainer())
-        return load_data(self.config)
+        trainer = self.trainer()
+        launch.join(trainer)
+        data = load_data(self.config)
+        data.limit_test(trainer)
+        return data
 
     @contextmanager
     def tokens_of_teacher(self) -> Iterator[None]:
@@ -72,6 +75,8 @@ class Session:
             options |= {"template": None} if "template" in options else {}
             choice = replace(self.config.data, init_args=options)
             self._of_teacher = load_data(Namespace(data=choice, num_classes=None))
+            ours.check_same_texts(self._of_teacher, TOKENIZER, name)
+            self._of_teacher.limit_test(self.trainer())
         vars(self)["data"] = self._of_teacher or ours
         try:
             yield

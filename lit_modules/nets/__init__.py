@@ -1,6 +1,13 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
-from lit_modules.nets.attention import Cache, SelfAttention, any_kernel
+from lit_modules.nets.attention import (
+    Cache,
+    DeltaAttention,
+    GatedLinearAttention,
+    LinearAttention,
+    SelfAttention,
+    any_kernel,
+)
 from lit_modules.nets.base import (
     Net,
     Outputs,

@@ -75,10 +75,11 @@ class ULD(Objective):
         chosen = log_s.gather(-1, labels[..., None])[..., 0].where(counted, 0.0)
         row, last = ((sizes > 0) & counted).nonzero(as_tuple=True)
         first = last + 1 - sizes[row, last]
-        before, known = (F.pad(x.cumsum(1), (1, 0)) for x in (chosen, counted.long()))  # of the places before each
+        # Of the places before each; sums over a long text would round at 32 bits.
+        before, known = (F.pad(x.cumsum(1), (1, 0)) for x in (chosen.double(), counted.long()))
         whole = (first >= 0) & (known[row, last + 1] - known[row, first.clamp(min=0)] == sizes[row, last])
         row, last, first = row[whole], last[whole], first[whole]
-        joint = before[row, last] - before[row, first]
+        joint = (before[row, last] - before[row, first]).to(log_s.dtype)
         ours, theirs = log_s[row, last] + joint[:, None], log_t[row, last]
         places, zeros = (row, last), torch.zeros_like(chosen)
         values = {"sorted": _distance(ours, theirs, self.matched, labels.device)}

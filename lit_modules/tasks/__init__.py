@@ -9,7 +9,7 @@ from lit_modules.tasks.base import LABELLED, TOKENS, Metric, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
 from lit_modules.tasks.own_metric import OwnMetric, describe_own
 from lit_modules.tasks.scores import ExactMean, Scores
-from lit_modules.tasks.tokens import BITS, BYTES, Tokens, TokenScores
+from lit_modules.tasks.tokens import ANSWERS, BITS, BYTES, Tokens, TokenScores
 
 # By the name that a data module has as its `task`.
 TASKS: Mapping[str, type[Task]] = MappingProxyType({"classification": Classification, "tokens": Tokens})

@@ -29,6 +29,14 @@ BYTES = replace(
     drawn="prompts", of_samples="test_sample_bpb",
 )  # fmt: skip
 
+ANSWERS = replace(
+    BITS, name="test_answers", tested=("test_answers", "test_loss"),
+    columns={"test_answers": "right answers, %", "test_loss": "test loss"},
+    word="right answers", title="right answers in the test, %", chart="validation, right answers", unit="points",
+    higher_is_better=True, scale=100.0, digits=2, counted="texts", limits=(0.0, 100.0),
+    of_samples="test_sample_answers",
+)  # fmt: skip
+
 
 class Tokens(Task):
     """Texts with a label for each of their T tokens, -100 for one that does not count; nets give logits (b, T, V).
@@ -36,26 +44,37 @@ class Tokens(Task):
     Args:
         tokens_per_character: of the text that is scored; 1 if tokens are characters.
         tokens_per_byte: in its place, of responses that are judged by bits per byte.
+        answers: whether the labels that count are answers, and how many are right judges a net.
     """
 
-    metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS, "bytes": BYTES})
+    metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS, "bytes": BYTES, "answers": ANSWERS})
     weight = "tokens"
 
-    def __init__(self, tokens_per_character: float = 1.0, tokens_per_byte: float | None = None) -> None:
+    def __init__(
+        self, tokens_per_character: float = 1.0, tokens_per_byte: float | None = None, answers: bool = False
+    ) -> None:
         super().__init__()
-        self.metric = BITS if tokens_per_byte is None else BYTES
+        self.answers = answers
+        self.metric = ANSWERS if answers else BITS if tokens_per_byte is None else BYTES
         self.tokens_per_unit = tokens_per_character if tokens_per_byte is None else tokens_per_byte
 
     @classmethod
     def of_data(cls, data: Any, metric: str | None = None) -> "Tokens":
         """The task of a data module with such attributes; BadInput for a metric, as there is no choice."""
-        task = cls(data.tokens_per_character, data.tokens_per_byte)
+        task = cls(data.tokens_per_character, data.tokens_per_byte, data.labels_are_answers)
         if metric is not None:
             expected = f"no metric beside --data {data.name}, which is judged by {task.metric.word}"
             raise BadInput("metric", metric, expected)
         return task
 
-    def scores(self) -> "TokenScores":
+    @property
+    def has_chunks(self) -> bool:
+        """Whether values of single tokens do for scores, so that the logits of a large vocabulary are not all held."""
+        return not self.answers
+
+    def scores(self) -> "Scores":
+        if self.answers:
+            return AnswerScores()
         return TokenScores(self.tokens_per_unit, self.metric.score)
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
@@ -119,6 +138,38 @@ class TokenScores(Scores):
         tokens = label_mask(labels).sum(1)
         bits = (_losses(logits, labels) * self.bits).where(label_mask(labels), 0.0)
         return {self.name: bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
+
+
+class AnswerScores(Scores):
+    """Of the tokens that count, how many are the likeliest by the logits, and their mean loss in nats."""
+
+    names, trained, sampled = ("answers", "loss"), ("answers",), ("answers", "tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right, self.loss = ExactMean(), ExactMean()
+
+    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+        known = label_mask(labels)
+        self.right.update(self.per_label(_whole(logits), labels)["answers"][known])
+        self.loss.update(_losses(logits, labels)[known])
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"answers": self.right.compute(), "loss": self.loss.compute()}
+
+    def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
+        return {"answers": (logits.argmax(-1) == labels).float()}
+
+    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
+        """The share of right answers, and the number of tokens that count."""
+        known = label_mask(labels)
+        right = (self.per_label(_whole(logits), labels)["answers"] * known).sum(1)
+        return {"answers": right / known.sum(1).clamp(min=1), "tokens": known.sum(1)}
+
+
+def _whole(logits: Tensor | TokenValues) -> Tensor:
+    assert isinstance(logits, Tensor), "Tokens.has_chunks says that these scores need logits"
+    return logits
 
 
 def _losses(logits: Tensor | TokenValues, labels: Tensor) -> Tensor:

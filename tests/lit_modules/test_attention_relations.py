@@ -156,15 +156,18 @@ def test_attention_of_hugging_face_models_is_their_own(kind: str, tmp_path: Path
 
 
 @pytest.mark.extras("transformers")
-def test_attention_of_another_form_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deviation", [None, 0.5])
+def test_attention_of_another_form_is_refused(deviation: float | None, tmp_path: Path) -> None:
+    """That of a new model, too, whose scores are nearly even: it has other rotations."""
     import transformers
 
     size = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.CohereConfig(vocab_size=V, num_hidden_layers=1, max_position_embeddings=32, **size)
     config.save_pretrained(tmp_path)
+    torch.manual_seed(0)
     other = HuggingFaceLM(str(tmp_path), V, T)
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+    for parameter in other.parameters() if deviation else ():
+        torch.nn.init.normal_(parameter, std=deviation)
     student = gpt(V, T, num_layers=1, embed_dim=8, num_heads=2)
     with pytest.raises(BadInput, match=r"teacher_stages\.0 stage-1: expected .*; attention of this one is of another"):
         Distillation(other, {"r": (student, MiniLM())}, **SHAPES)

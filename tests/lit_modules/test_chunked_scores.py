@@ -73,6 +73,36 @@ def test_alone_and_in_company_they_are_the_same_bits() -> None:
         assert torch.equal(values, company[name]), name
 
 
+class Scaled(nn.Module):
+    """A net whose logits are no linear layer's, so that its scores need them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gpt(V, T, num_layers=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(tokens) * 2.0
+        return logits
+
+
+def test_a_teachers_logits_are_left_out_beside_students_that_have_theirs() -> None:
+    """Or beside none, as all have failed: the teacher's alone are computed in chunks."""
+
+    def made(size: int) -> Distillation:
+        scaled = {"kd": (Scaled(), Hinton())}
+        return Distillation(gpt(V, T, seed=1), scaled, **SHAPES, loss_chunk=size).double().eval()
+
+    torch.manual_seed(0)
+    plain, chunked = made(0), made(3)
+    chunked.load_state_dict(plain.state_dict())
+    expected, measured = scores(plain), scores(chunked)
+    assert expected.keys() == measured.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(measured[name], values, atol=1e-9, rtol=0, msg=name)
+    chunked.failed = {"kd": {"step": 0, "term": "kd"}}
+    chunked.test_step(texts(), 0)
+
+
 def test_no_logits_of_all_tokens_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor that scores see has as many rows as a chunk."""
     from lit_modules import token_scores

@@ -16,6 +16,7 @@ from datamodules.text import Subwords, Vocabulary
 from datamodules.token_texts import token_texts
 from experiments import kd
 from lit_modules.distillation import Distillation
+from lit_modules.nets import Outputs
 from lit_modules.nets.other_tokens import OtherTokens, TokenTexts
 from lit_modules.objectives import ULD
 from lit_modules.tasks import Tokens
@@ -116,6 +117,20 @@ def test_the_loss_is_the_formulas_group_by_group(match: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
+def test_probabilities_of_groups_do_not_round_with_the_length_of_a_text() -> None:
+    """Two tokens in each group of 3,000: at 32 bits each value is that at 64 bits, at the end of the text, too."""
+    g, sizes = torch.Generator().manual_seed(0), torch.tensor([0.0, 2.0]).repeat(1500)
+    student, teacher = (torch.randn(1, 3000, 8, generator=g) * 3 for _ in range(2))
+    labels = torch.randint(8, (1, 3000), generator=g)
+    of_groups = torch.cat([sizes[None, :, None], teacher.log_softmax(-1)], -1)
+
+    def values(dtype: torch.dtype) -> Tensor:
+        outputs = (Outputs(x.to(dtype), {}) for x in (student, of_groups))
+        return ULD(match=False)(*outputs, labels)["sorted"].values
+
+    torch.testing.assert_close(values(torch.float32).double(), values(torch.float64), rtol=0, atol=3e-6)
+
+
 @pytest.mark.extras("trl")
 @pytest.mark.parametrize("match", [False, True])
 def test_the_loss_is_that_of_trl(match: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,3 +225,17 @@ def test_methods_of_one_tokenizer_are_refused(tmp_path: Path, refusal: Callable[
     assert "--variants.kd Hinton: expected ULD, or a method without a teacher, beside --teacher_tokenizer" in line
     line = refusal(kd.main, "--data", "Digits", "--teacher_tokenizer", "bytes", "--only", "ce")
     assert "--teacher_tokenizer bytes: expected texts; --data Digits has no tokenizer" in line
+
+
+def test_conversations_that_one_tokenizer_leaves_out_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts would be drawn from others: the teacher would learn prompts that its students are tested on."""
+    long = [{"prompt": f"{i} {'é' * 40}", "response": "ab"} for i in range(3)]
+    path = write_lines(tmp_path / "chat.jsonl", [*long, *rows(20, 4)])
+    flags = ["--data", "Chat", "--data.path", str(path), "--data.max_length", "80", "--data.batch_size", "8"]
+    with pytest.raises(SystemExit):
+        kd.main([*flags, *FLAGS, "--only", "ce", "uld", "--out", str(tmp_path / "run")])
+    *_, line = capsys.readouterr().err.splitlines()
+    expected = "expected 20 conversations in its tokens, too, not 23: with a larger --data.max_length than 80"
+    assert line == f"error: --teacher_tokenizer characters: {expected} both have all"

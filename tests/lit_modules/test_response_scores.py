@@ -96,6 +96,21 @@ def test_a_run_has_the_scores_of_its_responses(run: Path) -> None:
     assert np.mean(entry["test_sample_bpb"][0]) == pytest.approx(entry["test_bpb"][0], abs=1e-5)
 
 
+def test_under_a_limit_bytes_are_those_of_what_is_tested(run: Path, tmp_path: Path) -> None:
+    """One batch of four of ten responses, drawn by the data module."""
+    flags = [*SMALL, "--data.path", str(run / "answers.jsonl"), "--seeds", "1", "--trainer.limit_test_batches", "1"]
+    start(tmp_path / "part", *flags).check()
+    entry = results(tmp_path / "part")["students"]["ce"]
+    assert np.mean(entry["test_sample_bpb"][0]) == pytest.approx(entry["test_bpb"][0], abs=1e-5)
+    data = Chat(run / "answers.jsonl", batch_size=4, test_size=10, validation_size=4)
+    data.setup()
+    places = data._evaluated_places("test", 4)
+    test = data.split("test")
+    rate = int(test.labels[places].sum()) / int(test.response_bytes()[places].sum())
+    assert rate != data.tokens_per_byte
+    assert entry["test_bpb"][0] == pytest.approx(entry["test_loss"][0] / math.log(2) * rate, abs=1e-9)
+
+
 def test_the_pages_speak_of_prompts_and_bytes(run: Path) -> None:
     page = (run / "run" / "results.md").read_text()
     assert "bits per byte" in page

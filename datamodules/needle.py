@@ -1,0 +1,54 @@
+"""Needle: one pair somewhere in a long text, asked for at its end."""
+
+from torch import Tensor
+
+from apprentice.errors import BadInput
+from datamodules.synthetic import SyntheticTexts, below, unlabelled
+
+
+class Needle(SyntheticTexts):
+    """A text of random values with one key in it; the key again at its end, whose label is the token after the first.
+
+    The key is a token from 1 to V / 2 - 1, values are from V / 2 on. Its first place is any but the last two, all
+    equally likely.
+
+    Args:
+        block_size: T, at least 3.
+        vocab_size: V, at least 4.
+        batch_size: texts in a batch over all devices together, whatever their number.
+        train_size: texts to train on.
+        validation_size: texts to validate on; 0 for none.
+        test_size: texts to test on.
+        seed: of the texts.
+
+    Raises:
+        BadInput: a value can't be used, or the texts don't fit in memory.
+    """
+
+    answers = 1
+
+    def __init__(
+        self,
+        block_size: int = 256,
+        vocab_size: int = 64,
+        batch_size: int = 64,
+        train_size: int = 20_000,
+        validation_size: int = 500,
+        test_size: int = 1_000,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(block_size, vocab_size, batch_size, train_size, validation_size, test_size, seed)
+        if block_size < 3:
+            raise BadInput("data.block_size", block_size, "at least 3: a key, its value, and the key")
+        if vocab_size < 4:
+            raise BadInput("data.vocab_size", vocab_size, "at least 4: two values, and a key beside token 0")
+        self.drawn = block_size + 2
+
+    def draw(self, bits: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.vocab_size // 2
+        texts = below(bits[:, 2:], self.vocab_size - half) + half
+        key, place = below(bits[:, :1], half - 1) + 1, below(bits[:, 1:2], self.block_size - 2)
+        texts = texts.scatter(1, place, key)
+        texts[:, -1:], labels = key, unlabelled(texts)
+        labels[:, -1:] = texts.gather(1, place + 1)
+        return texts, labels

@@ -1,0 +1,146 @@
+"""Linear attention (Katharopoulos et al. 2020, 2006.16236): a feature map of q and k in place of the softmax."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from apprentice.errors import BadInput
+from lit_modules.nets.attention.chunks import Chunks, restart, scan
+from lit_modules.nets.attention.recurrent import RecurrentMixer
+
+FeatureMap = Literal["elu", "hedgehog", "taylor"]
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token by token: S ← S + k [v, 1]ᵀ; o = q S without its last column, divided by that.
+
+    Args:
+        q: (B, H, T, f), features φ(q) of queries.
+        k: (B, H, T, f), of keys.
+        v: (B, H, T, e), values.
+        state: (B, H, f, e + 1), after the tokens before these; zeros if None.
+        starts: (B, T) int64, where each token's text begins, below 0 for one that continues; None: all continue.
+
+    Returns:
+        (B, H, T, e) and the state after the last token.
+    """
+    v, state = _with_ones(q, v, state)
+    outputs = []
+    for place, (query, key, value) in enumerate(zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)):
+        state = restart(state, starts, place) + key[..., :, None] * value[..., None, :]
+        outputs.append((query[..., None, :] @ state)[..., 0, :])
+    return _normalise(torch.stack(outputs, 2)), state
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """In chunks: Q S + tril(Q Kᵀ) V, and S ← S + Kᵀ V. As `recurrent`, in time and memory linear in T."""
+    chunks = Chunks(q.shape[2], chunk, starts, q.device)
+    v, state = _with_ones(q, v, state)
+    q, k, v = chunks.cut(q), chunks.cut(k), chunks.cut(v)
+    inside = (q @ k.mT * chunks.earlier) @ v
+    factors = chunks.passes(q.new_ones(1, 1, q.shape[2], 1, 1))
+    before, state = scan(factors, chunks.writes(k).mT @ v, state)
+    return _normalise(chunks.join(inside + chunks.reads(q) @ before)), state
+
+
+def parallel(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """All tokens at once, the weights (T, T) held: one chunk."""
+    return chunked(q, k, v, state, starts, q.shape[2])
+
+
+def _with_ones(q: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Append to values (B, H, T, e) a column of ones, whose sum is the denominator; make a missing state."""
+    v = F.pad(v, (0, 1), value=1.0)
+    return v, v.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if state is None else state
+
+
+def _normalise(x: Tensor) -> Tensor:
+    """Divide (..., e + 1) by its last column. Features of far apart q and k may have a product that rounds to 0."""
+    return x[..., :-1] / x[..., -1:].clamp(min=torch.finfo(x.dtype).tiny)
+
+
+class Elu(nn.Module):
+    """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020): (..., d) -> (..., d)."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.width = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1
+
+
+class Hedgehog(nn.Module):
+    """φ(x) = softmax of [W x, -W x] (Zhang et al. 2024, 2402.04347), W of each head and first I: d -> 2 d."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.width = 2 * head_dim
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))  # (H, d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, d) -> (B, H, T, 2 d)."""
+        x = x @ self.weight.mT.to(x.dtype)
+        return torch.cat([x, -x], -1).softmax(-1)
+
+
+class Taylor(nn.Module):
+    """φ(q)·φ(k) = 1 + s + s² / 2, s = q·k / √d (Based, Arora et al. 2024, 2402.18668): d -> 1 + d + d²."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.width = 1 + head_dim + head_dim**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        squares = (x[..., :, None] * x[..., None, :]).flatten(-2) / math.sqrt(2 * width)
+        return torch.cat([torch.ones_like(x[..., :1]), x / width**0.25, squares], -1)
+
+
+MAPS: dict[str, type[Elu | Hedgehog | Taylor]] = {"elu": Elu, "hedgehog": Hedgehog, "taylor": Taylor}
+
+
+class LinearAttention(RecurrentMixer):
+    """Causal attention with weights φ(q)·φ(k) / Σ φ(q)·φ(k), whose state is (f, d + 1) a head.
+
+    Args:
+        embed_dim: D, width of tokens.
+        num_heads: H, a divisor of D; heads have width d = D / H.
+        feature_map: φ: `elu`, elu(x) + 1, f = d; `hedgehog`, a learnt softmax, f = 2 d; `taylor`, the exponential's
+            series up to squares, f = 1 + d + d²: for narrow heads.
+        conv: width of a causal convolution on q, k and v, see `ShortConvolution`; 0 for none.
+        chunk: tokens of a chunk; the outputs don't depend on it.
+        bias: whether the projections have one.
+    """
+
+    recurrent, chunked = staticmethod(recurrent), staticmethod(chunked)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap = "elu",
+        conv: int = 0,
+        chunk: int = 64,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, conv, chunk, bias)
+        if feature_map not in MAPS:
+            raise BadInput("feature_map", feature_map, f"one of {', '.join(get_args(FeatureMap))}")
+        self.query_map = MAPS[feature_map](num_heads, self.head_dim)
+        self.key_map = MAPS[feature_map](num_heads, self.head_dim)
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_map(q), self.key_map(k)
+
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.query_map.width, self.head_dim + 1
