@@ -1,10 +1,15 @@
 """Nets: pure torch, without trainer, rank or device. A new net is a file here and a line below."""
 
 from lit_modules.nets.attention import (
+    Alibi,
     Cache,
+    CrossAttention,
     DeltaAttention,
+    DifferentialAttention,
     GatedLinearAttention,
+    LatentAttention,
     LinearAttention,
+    Rotary,
     SelfAttention,
     any_kernel,
 )

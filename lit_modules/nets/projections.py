@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention import SelfAttention
+from lit_modules.nets.attention import Alibi, Rotary, SelfAttention
 from lit_modules.nets.base import evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
@@ -28,10 +28,12 @@ class Projections(NamedTuple):
     scale: float | None = None  # of products; None for 1 / sqrt(width of a head)
     frequencies: tuple[float, ...] = ()  # of rotary positions, in radians a token
     magnitude: float = 1.0  # of what is rotated
+    rows: tuple[int, ...] = ()  # of queries, keys and values in one layer for all three; () for as many of each
 
     def split(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values (b, T, heads, width) of the layers' outputs, with positions, at 32 bits."""
-        parts = outputs[0].chunk(3, -1) if len(outputs) == 1 else outputs
+        joined = outputs[0].split(self.rows, -1) if self.rows else outputs[0].chunk(3, -1)
+        parts = joined if len(outputs) == 1 else outputs
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in parts]
         width = wide[0].shape[2] // self.heads
         query, key, value = (x.unflatten(2, (-1, width)) for x in wide)
@@ -74,12 +76,16 @@ def find_projections(net: nn.Module, name: str, option: str) -> Projections:
     joined = next((key for key in JOINED if key in parts), None)
     if not isinstance(net, GPT | HuggingFaceLM) or not (joined or {*APART, OUT} <= {*parts}):
         raise BadInput(option, name, KINDS)
-    heads = _heads(net, parts)
-    if joined:
+    attention = next((module for module in parts.values() if isinstance(module, SelfAttention)), None)
+    if attention is not None or isinstance(net, GPT):
+        projections, out = _of_ours(attention, path, (option, name)), "attention.out"
+    elif joined:
+        heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
         projections, out = Projections((f"{path}.{joined}",), heads), JOINED[joined]
     else:
         normed = [key.replace("proj", "norm") for key in APART]
         paths = [norm if norm in parts else key for norm, key in zip(normed, APART, strict=True)]
+        heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
         projections, out = Projections(tuple(f"{path}.{key}" for key in paths), heads), OUT
         if isinstance(scaling := getattr(net.get_submodule(f"{path}.self_attn"), "scaling", None), float):
             projections = projections._replace(scale=scaling)
@@ -93,9 +99,22 @@ def find_projections(net: nn.Module, name: str, option: str) -> Projections:
     return projections
 
 
-def _heads(net: nn.Module, parts: dict[str, nn.Module]) -> int:
-    own = next((module.num_heads for module in parts.values() if isinstance(module, SelfAttention)), None)
-    return int(own if own is not None else net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+def _of_ours(attention: SelfAttention | None, path: str, block: tuple[str, str]) -> Projections:
+    """Return the projections of our layer; a short text would not show that a form hides or bends some scores."""
+    if attention is None:
+        raise BadInput(*block, f"{KINDS}, with softmax attention")
+    forms = {
+        "window": attention.window, "softcap": attention.form.softcap, "qk_norm": attention.q_norm,
+        "gate": attention.gate, "alibi": attention.position if isinstance(attention.position, Alibi) else None,
+    }  # fmt: skip
+    if others := [name for name, value in forms.items() if value is not None]:
+        raise BadInput(*block, f"{KINDS}, without {', '.join(others)}")
+    rows, heads = attention.qkv.joined[0], attention.num_heads  # type: ignore[index]
+    projections = Projections((f"{path}.attention.qkv",), heads, attention.form.scale, rows=rows)  # type: ignore[arg-type]
+    if not isinstance(rotary := attention.position, Rotary):
+        return projections
+    frequencies = tuple(rotary.frequencies(attention.head_dim).tolist())
+    return projections._replace(frequencies=frequencies, magnitude=rotary.magnitude)
 
 
 def _is_right(net: nn.Module, projections: Projections, read: str) -> bool:

@@ -21,6 +21,13 @@ def check_dropout(dropout: float) -> None:
         raise BadInput("dropout", dropout, "at least 0, less than 1")
 
 
+def check_widths(**widths: int) -> None:
+    """Raise BadInput for the first that is below 1."""
+    for name, width in widths.items():
+        if width < 1:
+            raise BadInput(name, width, "at least 1")
+
+
 def of_rank(mask: Tensor, heads: int, layer: nn.Module) -> Tensor:
     """Return a mask's part for the heads of a rank, if ranks share the layer that makes its queries."""
     if mask.dim() == 2 or mask.shape[1] in {1, heads}:
