@@ -30,6 +30,7 @@ from harness.jobs.engines import LAUNCHERS
 from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
 from harness.studies.choices import TextSets, build_net, check_modules, check_net, given_by_data
+from harness.studies.deploy.language import write_language_models
 from harness.studies.equal import Budget
 from harness.studies.language_model import NAME, launcher_of, run_study, sample, train
 from harness.studies.launched import do_work, is_job
@@ -180,6 +181,7 @@ def compare(run: Session) -> None:
         if tuning:
             comparison.arms = tuning.search()
         comparison.run(tuning.facts() if tuning else None)
+        write_language_models(run, comparison.arms, (), {})  # the vocabularies by which the nets write
 
 
 def main(argv: Sequence[str] | None = None) -> None:

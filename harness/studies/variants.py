@@ -14,7 +14,6 @@ from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.studies import zoo
 from harness.studies.choices import build_net, check_batch_size, check_modules, check_net, chosen_task
-from harness.studies.deploy.language import write_language_models
 from harness.studies.equal import scale_widths
 from harness.studies.side_by_side import Builder, SideBySide
 from harness.studies.text_costs import add_costs
@@ -127,8 +126,3 @@ class Variants(SideBySide):
         record = super().measure(module, arm, run, outcome)
         timed_at = (self.config.decode_at or []) if module.seed == self.config.seeds[0] else []
         return add_costs(record, module.net_of(run), self.session.data, timed_at)
-
-    def after_seed(self, seed: int) -> None:
-        """Write beside each net of a seed the vocabulary by which it writes."""
-        inner = self.session.with_settings(seeds=[seed])
-        write_language_models(inner, self.arms, (), {})
