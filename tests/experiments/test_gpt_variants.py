@@ -125,7 +125,7 @@ def test_what_a_token_costs(finished: Path) -> None:
     (["--equal", "flops"], "--equal flops: expected --variants.NAME CLASS beside it, a net to compare"),
     (["--tune", "3"], "--tune 3: expected --variants.NAME CLASS beside it, a net to compare"),
     (["--only", "a"], "--only a: expected --variants.NAME CLASS beside it, of which there is none"),
-    (["--data", "Digits"], "--data Digits: expected Chat, Text or the import path of a class"),
+    (["--data", "Digits"], "--data Digits: expected Chat, "),
     (["--data", "datamodules.Digits"], "--data datamodules.Digits: expected texts, with a label for each token: "),
     ([*TWO, "--net.num_layers", "2"], "--net.num_layers 2: expected it left out: --variants.two is beside it"),
     ([*TWO, "--only", "three"], "--only three: expected names among two"),
