@@ -1,5 +1,6 @@
 """Answers that nets write to prompts of the test: shown side by side, and judged by a function of the user's."""
 
+import inspect
 import json
 import math
 from argparse import Namespace
@@ -54,6 +55,19 @@ class Asked:
 def _judge(path: str) -> Judge:
     function: Judge = import_target(path, "generated_metric")
     return function
+
+
+def judging_settings(config: Namespace) -> tuple[Any, ...]:
+    """Return what scores of answers depend on, the text of the function's module among it; () where none judges."""
+    path = vars(config).get("generated_metric")
+    if path is None:
+        return ()
+    module = inspect.getmodule(_judge(path))
+    try:
+        content = "" if module is None else inspect.getsource(module)
+    except (OSError, TypeError):  # it is written in another language
+        content = ""
+    return path, content, config.generated_prompts, config.generated_tokens
 
 
 def check_answers(session: Session) -> None:

@@ -14,6 +14,7 @@ from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import TEACHER, TEACHERS
+from harness.studies.answers import judging_settings
 from harness.studies.choices import is_pruned
 from harness.studies.launched import is_job
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
@@ -134,8 +135,7 @@ class StoredOutputs:
         if not self._digest:
             used = self.session.data.used(self.session.trainer())
             tested: tuple[Any, ...] = self.session.data.fingerprint()["test"], used["test"], str(self.config.metric)
-            if (metric := self.config.generated_metric) is not None:
-                tested += metric, self.config.generated_prompts, self.config.generated_tokens
+            tested += judging_settings(self.config)
             self._digest = hashlib.blake2b(repr(tested).encode(), digest_size=8).hexdigest()
         return path.with_suffix(f".{self._digest}.json")
 

@@ -1,6 +1,10 @@
 """Answers to prompts of the test: the likeliest tokens of each net, judged by a user's function, shown side by side."""
 
+import importlib
 import json
+import linecache
+import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from experiments import kd
 from harness.reports import html
 from harness.reports.answers import _cell
 from harness.runs.nets import load_net
+from harness.studies.answers import judging_settings
 from tests.chats import write_lines
 from tests.commands import refused, results, start
 from tests.figures import drawn
@@ -137,3 +142,19 @@ def test_wrong_settings_are_refused(what: str, tmp_path: Path, capsys: pytest.Ca
 def test_other_data_have_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", "Digits", "--generated_prompts", "3"]
     refused(kd.main, flags, "--generated_prompts 3: expected it left out", "--data Chat", tmp_path, capsys)
+
+
+def test_a_teachers_stored_score_is_not_that_of_another_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that an earlier run has kept beside the teacher's outputs have its function's text in their name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    settings, config = [], Namespace(generated_metric="a_judge.score", generated_prompts=3, generated_tokens=None)
+    for number in ("1", "1", "0.5"):
+        (tmp_path / "a_judge.py").write_text(f"def score(answer, reference):\n    return {number}\n")
+        monkeypatch.delitem(sys.modules, "a_judge", raising=False)
+        importlib.invalidate_caches()
+        linecache.checkcache()
+        settings.append(judging_settings(config))
+    assert settings[0] == settings[1] != settings[2]
+    assert judging_settings(Namespace(generated_metric=None)) == ()
