@@ -182,7 +182,8 @@ class Distillation(ScoredBesideTeacher):
     @property
     def relates_rows(self) -> bool:
         """Whether any student's objective relates rows of the global batch; strategies that can't do so refuse it."""
-        return any(o.relates_rows for name, o in self._objectives.items() if name not in self.inactive)
+        relates = any(o.relates_rows for name, o in self._objectives.items() if name not in self.inactive)
+        return relates or super().relates_rows
 
     @property
     def fewest_rows(self) -> int:

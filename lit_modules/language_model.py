@@ -26,14 +26,22 @@ class TrainsAsGPT2(Learner):
     compiled = False
 
     def set_training(
-        self, lr: float, warmup_steps: int, weight_decay: float, betas: tuple[float, float], clip_norm: float
+        self,
+        lr: float,
+        warmup_steps: int,
+        weight_decay: float,
+        betas: tuple[float, float],
+        clip_norm: float,
+        compiled: bool,
     ) -> None:
         """Check and keep the options, as `LitLanguageModel` describes them."""
+        if compiled and self.relates_rows:
+            raise BadInput("compiled", True, "false, or balance=0: routers' outputs of a compiled net can't be read")
         for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
             weight(name, value)
         if not all(0 <= beta < 1 for beta in betas):
             raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
-        self.lr, self.betas = positive("lr", lr), betas
+        self.lr, self.betas, self.compiled = positive("lr", lr), betas, compiled
         self.warmup_steps, self.weight_decay, self.clip_norm = warmup_steps, weight_decay, clip_norm
 
     def on_fit_start(self) -> None:
@@ -99,8 +107,7 @@ class LitLanguageModel(TrainsAsGPT2, LitClassifier):
         seed: int = 0,
     ) -> None:
         super().__init__(net, seed=seed, task=Tokens(tokens_per_character))
-        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm)
-        self.compiled = compiled
+        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm, compiled)
 
 
 def rate_factor(warmup_steps: int, steps: float, step: int) -> float:

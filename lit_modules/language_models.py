@@ -59,8 +59,7 @@ class LanguageModels(TrainsAsGPT2, Distillation):
             task=task or Tokens(), input_dtype=torch.int64, optimizer_options=optimizer_options, end_tokens=end_tokens,
             loss_chunk=0 if compiled else None,  # a compiled net is called as a whole
         )  # fmt: skip
-        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm)
-        self.compiled = compiled
+        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm, compiled)
 
     def copy_student(self, run: str) -> Student:
         student = super().copy_student(run)

@@ -3,7 +3,8 @@
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from contextlib import ExitStack
+from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.optim import Adam, Optimizer
 from apprentice import keyed, replicas
 from apprentice.batch import Batch
 from apprentice.errors import BadInput, naming, reason
+from lit_modules.expert_balance import BALANCE, balance_loss, balanced_mixtures, observe_routers
 from lit_modules.labels import is_pair, require_batch
 from lit_modules.loss_scale import HOPELESS, LossScales
 from lit_modules.nets.layers import keep_texts_apart
+from lit_modules.nets.mlps import MixtureOfExperts
 from lit_modules.nets.recorded import rebuild
 from lit_modules.run_metrics import RunMetrics, global_means, tags
 from lit_modules.schedules import Length, MakeScheduler, build_scheduler, check_steps, nominal
@@ -122,9 +125,27 @@ class Learner(RunMetrics):
         """
         batch = self._part(batch)
         noise = keyed.noise(self.seed, batch.step, batch.rows)
-        with noise, keep_texts_apart(batch.starts), self.naming_inputs(batch.inputs):
+        mixtures = {run: mixtures for run, mixtures in self._mixtures.items() if run not in self.inactive}
+        with noise, keep_texts_apart(batch.starts), self.naming_inputs(batch.inputs), ExitStack() as stack:
+            routers = {run: stack.enter_context(observe_routers(mixtures)) for run, mixtures in mixtures.items()}
             outputs = self(batch.inputs)
-        return self.losses(outputs, batch)
+        loss, parts = self.losses(outputs, batch)
+        for run, logits in routers.items():
+            balance = balance_loss(mixtures[run], logits, batch)
+            loss = loss + self.loss_scales.scaled(run, batch.mean(balance))
+            parts[f"{run}/{BALANCE}".lstrip("/")] = balance.detach()
+        return loss, parts
+
+    @cached_property
+    def _mixtures(self) -> dict[str, dict[str, MixtureOfExperts]]:
+        """The mixtures of experts, by path, of each run that has some whose loads a loss balances."""
+        mixtures = {run: balanced_mixtures(self.net_of(run)) for run in self.runs}
+        return {run: some for run, some in mixtures.items() if some}
+
+    @property
+    def relates_rows(self) -> bool:
+        """Whether the loss relates rows of the global batch; strategies that can't do so refuse it."""
+        return bool(self._mixtures)
 
     def pipeline_loss(self, output: Any, batch: Any) -> Tensor:
         """The loss of some rows, given the last stage's output for them."""

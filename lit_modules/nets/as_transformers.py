@@ -1,23 +1,16 @@
-"""Language models as models of transformers: what `HuggingFaceLM` holds, and `GPT` as the GPT-2 that it is."""
+"""Language models as models of transformers: what `HuggingFaceLM` holds, and `GPT` as one of its family."""
 
 import copy
 from contextlib import suppress
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from apprentice.gguf import model_folder
 from lit_modules.nets.adapters import merge_adapters
+from lit_modules.nets.families import NoFamily
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM, import_transformers
-
-# Names of GPT's layers in GPT2LMHeadModel; `True` where its weight is transposed.
-OUTSIDE = {"embedding.tokens": "wte", "embedding.positions": "wpe", "norm": "ln_f"}
-IN_BLOCKS = {
-    "norm1": ("ln_1", False), "attention.qkv": ("attn.c_attn", True), "attention.out": ("attn.c_proj", True),
-    "norm2": ("ln_2", False), "mlp.0": ("mlp.c_fc", True), "mlp.2": ("mlp.c_proj", True),
-}  # fmt: skip
 
 
 def as_transformers(net: nn.Module) -> Any | None:
@@ -35,7 +28,8 @@ def as_transformers(net: nn.Module) -> Any | None:
             model.resize_token_embeddings(net.vocab_size)
         return model
     if isinstance(net, GPT):
-        return _gpt2(net)
+        with suppress(NoFamily):
+            return net.as_transformers()
     return None
 
 
@@ -56,35 +50,3 @@ def set_tokenizer(model: Any, tokenizer: Any, name: str | None) -> None:
             setattr(model.config, key, token)
         if getattr(model.generation_config, key) is None:
             setattr(model.generation_config, key, token)
-
-
-def _gpt2(net: GPT) -> Any:
-    """Biases that the net does not have are zeros there."""
-    weight = net.embedding.tokens.weight
-    first: Any = net.blocks[0]
-    with import_transformers(type(net).__name__, "a GPT-2") as transformers:
-        config = transformers.GPT2Config(
-            vocab_size=weight.shape[0], n_positions=net.block_size, n_embd=weight.shape[1], n_layer=len(net.blocks),
-            n_head=first.attention.num_heads, activation_function="gelu", layer_norm_epsilon=net.norm.eps,
-            tie_word_embeddings=net.tie_weights, bos_token_id=None, eos_token_id=None,
-            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), first.dropout1.p), attn_pdrop=first.attention.dropout,
-        )  # fmt: skip
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=weight.dtype)
-    state = {key: torch.zeros_like(x) if key.endswith(".bias") else x for key, x in model.state_dict().items()}
-    for key, x in net.state_dict().items():
-        name, value = _rename(key, x)
-        state[name] = value
-    model.load_state_dict(state)
-    model.tie_weights()
-    return model.eval()
-
-
-def _rename(key: str, x: Tensor) -> tuple[str, Tensor]:
-    layer, _, kind = key.rpartition(".")
-    if layer == "head":
-        return f"lm_head.{kind}", x
-    if layer in OUTSIDE:
-        return f"transformer.{OUTSIDE[layer]}.{kind}", x
-    _, number, path = layer.split(".", 2)
-    name, is_transposed = IN_BLOCKS[path]
-    return f"transformer.h.{number}.{name}.{kind}", x.T if is_transposed and kind == "weight" else x

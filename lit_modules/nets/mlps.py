@@ -67,8 +67,9 @@ class MixtureOfExperts(nn.Module):
     """Each token goes through the `top_k` of the SwiGLU experts that its router prefers (Mixtral, arXiv:2401.04088).
 
     No token is dropped. What balances the experts' loads is a loss of the router's outputs (B, T, experts), the logits
-    before the softmax: see `lit_modules.expert_balance`. Compiled, and on the meta device, all experts compute all
-    tokens, whose weights are 0 where they were not chosen: equal up to rounding, experts / top_k times the operations.
+    before the softmax: see `lit_modules.expert_balance`. With tensor parallelism each rank computes all experts.
+    Compiled, and on the meta device, all experts compute all tokens, whose weights are 0 where they were not chosen:
+    equal up to rounding, experts / top_k times the operations.
 
     Args:
         width: D.
@@ -80,6 +81,7 @@ class MixtureOfExperts(nn.Module):
         noise: in training the router's inputs are multiplied by uniform numbers of [1 - noise, 1 + noise] (Switch,
             arXiv:2101.03961), keyed to the rows of the global batch.
         layer: number of the layer among those of a net with such noise.
+        balance: weight of the loss of `lit_modules.expert_balance` in the modules of this suite (Switch: 0.01).
 
     Raises:
         BadInput: `top_k` is not from 1 to `experts`, or the noise not in [0, 1).
@@ -94,14 +96,17 @@ class MixtureOfExperts(nn.Module):
         renormalise: bool = True,
         noise: float = 0.0,
         layer: int = 0,
+        balance: float = 0.01,
     ) -> None:
         super().__init__()
+        if not balance >= 0:
+            raise BadInput("balance", balance, "at least 0")
         if experts < 1:
             raise BadInput("experts", experts, "at least 1")
         if not 1 <= top_k <= experts:
             raise BadInput("top_k", top_k, f"1 to {experts}, the experts")
         hidden = gated_width(width) if hidden is None else hidden
-        self.experts, self.top_k, self.renormalise = experts, top_k, renormalise
+        self.experts, self.top_k, self.renormalise, self.balance = experts, top_k, renormalise, balance
         self.jitter = Jitter(noise, layer)
         self.router = nn.Linear(width, experts, bias=False)
         self.gate, self.up = (nn.Parameter(torch.empty(experts, hidden, width)) for _ in range(2))
@@ -132,10 +137,6 @@ class MixtureOfExperts(nn.Module):
         shares = x.new_zeros(len(x), self.experts).scatter(1, choices, weights)
         hidden = F.silu(torch.einsum("nd,ehd->neh", x, self.gate)) * torch.einsum("nd,ehd->neh", x, self.up)
         return torch.einsum("neh,edh,ne->nd", hidden, self.down, shares)
-
-    @staticmethod
-    def parallel_layers() -> dict[str, ParallelStyle]:
-        raise BadInput("mlp", "moe", "gelu or swiglu with tensor parallelism: experts are not cut")
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, top_k={self.top_k}, renormalise={self.renormalise}"

@@ -175,7 +175,11 @@ def _make(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
     ours = net.state_dict()
     adapted = {key: f"{layer}.base_layer.{kind}" for key in state for layer, _, kind in [key.rpartition(".")]}
     state = {adapted[key] if adapted[key] in ours else key: value for key, value in state.items()}
-    net.load_state_dict({key: value for key, value in ours.items() if "lora_" in key} | state)
+    state = {key: value for key, value in ours.items() if "lora_" in key} | state
+    if isinstance(teacher, GPT) and state.keys() != ours.keys():
+        expected = "blocks of the kinds that a GPT of these options has at their new places"
+        raise BadInput("layers", kept.blocks, expected)
+    net.load_state_dict(state)
     net.kept_blocks = tuple(kept.blocks)  # type: ignore[assignment]
     return net
 
@@ -219,6 +223,9 @@ def _config(net: nn.Module, option: str, value: object) -> Any:
 
 def _kinds_of_blocks(net: nn.Module) -> list[str]:
     """Return the kinds of attention of a model's blocks, if its configuration tells them."""
+    if isinstance(net, GPT):
+        mixers = [block.get_submodule("attention") for block in net.blocks]
+        return [f"{type(mixer).__name__} {getattr(mixer, 'window', None)}" for mixer in mixers]
     config = net.model.config if isinstance(net, HuggingFaceLM) else None
     return getattr(config, "layer_types", None) or []
 

@@ -78,7 +78,7 @@ class Block(nn.Module):
     def parallel_layers(self) -> dict[str, ParallelStyle]:
         """How ranks share the block, by the paths of layers: each computes some heads and some of the MLP's units."""
         parts = {"attention": self.attention, "mlp": self.mlp}
-        plans: dict[str, Any] = {name: part.parallel_layers() for name, part in parts.items()}  # type: ignore[operator]
+        plans: dict[str, Any] = {name: getattr(part, "parallel_layers", dict)() for name, part in parts.items()}
         return {f"{name}.{path}": style for name, plan in plans.items() for path, style in plan.items()}
 
 
@@ -94,3 +94,9 @@ class Transformer(Net):
             for number, block in enumerate(self.blocks)
         }
         return {f"blocks.{number}.{path}": style for number, plan in plans.items() for path, style in plan.items()}
+
+    def check_pipeline(self) -> None:
+        """Raise BadInput if experts' loads are to be balanced, by a loss of routers in all stages of a pipeline."""
+        balances = [getattr(block.mlp, "balance", 0.0) for block in self.blocks]
+        if any(balances):
+            raise BadInput("balance", balances[0], "0 in a pipeline, whose last stage does not see the routers")

@@ -1,7 +1,7 @@
 """A vision transformer for small images (Dosovitskiy et al. 2021), optionally with DeiT's distillation token."""
 
+import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache, SelfAttention
+from lit_modules.nets.attention import Backend, Cache
 from lit_modules.nets.base import Shape, check_sizes, image_shape
+from lit_modules.nets.mixers import Blocks, Mixers, TokenPosition
+from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP
+from lit_modules.nets.norms import TokenNorm
 from lit_modules.nets.tokens import TokenGrid
-from lit_modules.nets.transformer import Block, Transformer
+from lit_modules.nets.transformer import Block, NormPlace, Transformer
+from lit_modules.nets.vit_names import Library, check_same, from_library, read_settings, rename
 
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
@@ -36,6 +40,24 @@ class ViT(Transformer):
         dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether to add a distillation token and its head.
         backend: the attention kernel, see `SelfAttention`.
+        num_kv_heads: heads of keys and values, a divisor of `num_heads`; null for as many.
+        head_dim: width of a head; null for `embed_dim` / `num_heads`.
+        position: learned positions are added to tokens; rotary ones, along the patches row by row, turn queries and
+            keys; alibi lowers scores by distance; null for none.
+        rope_base: of rotary positions' frequencies.
+        qk_norm: whether queries and keys of each head are normed (ViT-22B, arXiv:2302.05442).
+        softcap: c of scores c · tanh(score / c); null for none.
+        gate: whether heads' outputs are multiplied by sigmoids of the token.
+        norm: layer norm or rms.
+        norm_place: pre, post (after each sum) or sandwich (before and after each part).
+        norm_eps: epsilon of the norms.
+        mlp: gelu, gelu_tanh, swiglu, geglu or moe, a mixture of SwiGLU experts (V-MoE, arXiv:2106.05974).
+        hidden: width of the MLP, or of each expert; null: `mlp_ratio` D, if gated 8 D / 3.
+        experts: of a mixture.
+        top_k: experts that a token goes through.
+        renormalise: whether the weights of a token's experts sum to 1.
+        router_noise: in training routers' inputs are multiplied by 1 ± this; keyed.
+        balance: weight of the loss that balances experts' loads, over the global batch.
     """
 
     pooled_layer = "head<"
@@ -52,6 +74,23 @@ class ViT(Transformer):
         backend: Backend = "auto",
         input_shape: Shape = (3, 32, 32),
         num_classes: int = 10,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        position: TokenPosition | None = "learned",
+        rope_base: float = 10000.0,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        gate: bool = False,
+        norm: TokenNorm = "layer",
+        norm_place: NormPlace = "pre",
+        norm_eps: float = EPS,
+        mlp: TokenMLP = "gelu",
+        hidden: int | None = None,
+        experts: int = 8,
+        top_k: int = 2,
+        renormalise: bool = True,
+        router_noise: float = 0.0,
+        balance: float = 0.01,
     ) -> None:
         super().__init__()
         channels, height, width = image_shape(input_shape)
@@ -60,15 +99,21 @@ class ViT(Transformer):
         check_sizes(embed_dim=embed_dim, num_layers=num_layers)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.token_grid = TokenGrid(rows, columns, self.num_tokens)
-        self.embedding = _Embedding(channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout)
-        attention = partial(SelfAttention, embed_dim, num_heads, backend=backend)
-        self.blocks = nn.ModuleList(
-            _Block(rows, columns, attention(), mlp_ratio, dropout, True, 1 + 2 * number, EPS)
-            for number in range(num_layers)
+        self.embedding = _Embedding(
+            channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout, position == "learned"
         )
+        mixers = Mixers(
+            embed_dim, num_heads, False, backend=backend, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            position=position, rope_base=rope_base, qk_norm=qk_norm, softcap=softcap, gate=gate,
+        )  # fmt: skip
+        options = Blocks(
+            mixers, dropout, norm, norm_place, norm_eps, False, mlp, mlp_ratio, hidden, experts, top_k, renormalise,
+            router_noise, balance,
+        )  # fmt: skip
+        self.blocks = nn.ModuleList(_Block(rows, columns, **options.options(number)) for number in range(num_layers))
         self.feature_layer = f"blocks.{num_layers - 1}.maps"
         self.stages = tuple(f"blocks.{number}.maps" for number in range(1, num_layers)) or (self.feature_layer,)
-        self.norm = nn.LayerNorm(embed_dim, EPS)
+        self.norm = options.last_norm()
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
             self.head_dist = nn.Linear(embed_dim, num_classes)
@@ -76,7 +121,32 @@ class ViT(Transformer):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=STD)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            if isinstance(module, MixtureOfExperts):
+                for weight in (module.gate, module.up, module.down):
+                    nn.init.trunc_normal_(weight, std=STD)
+
+    @classmethod
+    def from_library(cls, model: nn.Module, **options: Any) -> "ViT":
+        """Return a ViT with the settings and weights of a `VisionTransformer` of timm or torchvision.
+
+        Raises:
+            BadInput: it computes what ViT does not: it is tried on one image.
+        """
+        net = cls(**{**read_settings(model), **options}).to(next(model.parameters()).dtype)
+        net.load_state_dict(from_library(net, model))
+        check_same(net, model)
+        return net.train(model.training)
+
+    def library_weights(self, library: Library) -> dict[str, Tensor]:
+        """Return the state dict of the same net of timm or torchvision; BadInput if they have no such net."""
+        plain = {name: parameter.default for name, parameter in inspect.signature(ViT).parameters.items()}
+        sizes = {"patch_size", "embed_dim", "num_layers", "num_heads", "mlp_ratio", "input_shape", "num_classes"}
+        for name, value in self.init_args.items():
+            if name not in {*sizes, "dropout", "backend", "norm_eps"} and value != plain[name]:
+                raise BadInput(name, value, f"{plain[name]}, its default: {library} has no such net under these names")
+        return {rename(key, library): value for key, value in self.state_dict().items()}
 
     @property
     def heads(self) -> list[nn.Module]:
@@ -91,23 +161,28 @@ class ViT(Transformer):
         return _logits(self.norm, self.heads, x)
 
     def pipeline_stages(self) -> list[nn.Module]:
+        self.check_pipeline()
         return [self.embedding, *self.blocks, _Heads(self.norm, self.heads)]
 
 
 class _Embedding(nn.Module):
     """Images (B, C, H, W) to tokens (B, extra + patches, D)."""
 
-    def __init__(self, channels: int, size: int, extra: int, patches: int, embed_dim: int, dropout: float) -> None:
+    def __init__(
+        self, channels: int, size: int, extra: int, patches: int, embed_dim: int, dropout: float, learned: bool
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, embed_dim, size, size)
         self.tokens = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, extra, embed_dim), std=STD))
-        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, extra + patches, embed_dim), std=STD))
+        places = torch.empty(1, extra + patches, embed_dim)
+        self.positions = nn.Parameter(nn.init.trunc_normal_(places, std=STD)) if learned else None
         self.dropout = Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, D)
         tokens = self.tokens.expand(patches.shape[0], -1, -1)
-        embedded: Tensor = self.dropout(torch.cat([tokens, patches], 1) + self.positions)
+        x = torch.cat([tokens, patches], 1)
+        embedded: Tensor = self.dropout(x if self.positions is None else x + self.positions)
         return embedded
 
 
@@ -126,8 +201,8 @@ class _Maps(nn.Module):
 class _Block(Block):
     """A block whose child `maps` shows its input as maps to hooks."""
 
-    def __init__(self, rows: int, columns: int, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, rows: int, columns: int, **options: Any) -> None:
+        super().__init__(**options)
         self.maps = _Maps(rows, columns)
 
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
 from lit_modules.nets.attention import SelfAttention
 from lit_modules.nets.mlps import GeluMLP, MixtureOfExperts, SwiGLU, gated_width, token_mlp
@@ -159,6 +158,4 @@ def test_what_can_not_be_made_is_refused() -> None:
     assert bad_input(token_norm, "layer", D, 1e-5, unit_offset=True).startswith("unit_offset True: expected false")
     assert bad_input(token_mlp, "relu", D, None, True).startswith("mlp relu: expected gelu, ")
     assert bad_input(Block, SelfAttention(D, 2), norm_place="x") == "norm_place x: expected pre, post or sandwich"
-    with pytest.raises(BadInput, match="experts are not cut"):
-        Block(SelfAttention(D, 2), mlp=MixtureOfExperts(D)).parallel_layers()
     assert isinstance(Block(SelfAttention(D, 2)).mlp, GeluMLP)

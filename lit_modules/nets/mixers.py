@@ -1,0 +1,157 @@
+"""What stands in the blocks of a net, by the names of its options: softmax attention or another mixer, and the MLP."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torch import nn
+
+from apprentice.errors import BadInput
+from lit_modules.nets.attention import (
+    Alibi,
+    Backend,
+    DeltaAttention,
+    GatedLinearAttention,
+    LinearAttention,
+    Rotary,
+    SelfAttention,
+)
+from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP, token_mlp
+from lit_modules.nets.norms import RMSNorm, TokenNorm, token_norm
+from lit_modules.nets.transformer import Block, NormPlace
+
+Mixer = Literal["softmax", "linear", "gated", "delta"]
+TokenPosition = Literal["learned", "rotary", "alibi"]
+LINEAR: dict[str, Callable[..., nn.Module]] = {
+    "linear": LinearAttention,
+    "gated": GatedLinearAttention,
+    "delta": DeltaAttention,
+}
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """The mixers of a net's blocks: see the options of `GPT`, which have these names."""
+
+    embed_dim: int
+    num_heads: int
+    causal: bool
+    attention_dropout: float = 0.0
+    bias: bool = True
+    backend: Backend = "auto"
+    mixer: Mixer = "softmax"
+    softmax_every: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    position: TokenPosition | None = "learned"
+    rope_base: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    window: int | None = None
+    full_every: int | None = None
+    sinks: int = 0
+    qk_norm: bool = False
+    softcap: float | None = None
+    gate: bool = False
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.position not in {"learned", "rotary", "alibi", None}:
+            raise BadInput("position", self.position, "learned, rotary, alibi or null")
+        if self.mixer not in {"softmax", *LINEAR}:
+            raise BadInput("mixer", self.mixer, f"softmax, {' or '.join(LINEAR)}")
+        if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
+            expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
+            raise BadInput("softmax_every", self.softmax_every, expected)
+        if self.full_every is not None and (self.window is None or self.full_every < 1):
+            raise BadInput("full_every", self.full_every, "at least 1, beside a window")
+        if self.position != "rotary":
+            self._refuse_changed(("rope_base", "rope_scaling"), "its default, but for position=rotary")
+        if self.mixer != "softmax":
+            if not self.causal:
+                raise BadInput("mixer", self.mixer, "softmax: this net's tokens see later ones, and it is causal")
+            if self.softmax_every is None:
+                names = ("num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale")
+                expected = f"its default with mixer={self.mixer}: it is of softmax attention; or --net.softmax_every"
+                self._refuse_changed((*names, "attention_dropout", "backend"), expected.replace("--net.", ""))
+                if self.position in {"rotary", "alibi"}:
+                    expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
+                    raise BadInput("position", self.position, expected)
+
+    def _refuse_changed(self, names: tuple[str, ...], expected: str) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise BadInput(name, getattr(self, name), expected)
+
+    def make(self, number: int) -> nn.Module:
+        """Return the mixer of the block `number`, from 0."""
+        if self.mixer == "softmax" or (self.softmax_every is not None and (number + 1) % self.softmax_every == 0):
+            return self._softmax(number)
+        return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias)
+
+    def _softmax(self, number: int) -> SelfAttention:
+        position: Rotary | Alibi | None = None
+        if self.position == "rotary":
+            try:
+                position = Rotary(self.rope_base, self.rope_scaling)
+            except BadInput as fault:
+                raise BadInput(f"rope_{fault.argument}", fault.value, fault.expected) from None
+        elif self.position == "alibi":
+            position = Alibi()
+        is_full = self.full_every is not None and (number + 1) % self.full_every == 0
+        return SelfAttention(
+            self.embed_dim, self.num_heads, self.causal, self.attention_dropout, self.bias, self.backend,
+            num_kv_heads=self.num_kv_heads, position=position, window=None if is_full else self.window,
+            sinks=0 if is_full else self.sinks, qk_norm=self.qk_norm, softcap=self.softcap, gate=self.gate,
+            head_dim=self.head_dim, scale=self.scale,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a net around their mixers: see the options of `GPT`, which have these names."""
+
+    mixers: Mixers
+    dropout: float = 0.0
+    norm: TokenNorm = "layer"
+    norm_place: NormPlace = "pre"
+    norm_eps: float = 1e-5
+    unit_offset: bool = False
+    mlp: TokenMLP = "gelu"
+    mlp_ratio: int = 4
+    hidden: int | None = None
+    experts: int = 8
+    top_k: int = 2
+    renormalise: bool = True
+    router_noise: float = 0.0
+    balance: float = 0.01
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Return the arguments of `Block` for the block `number`, from 0; modules are made in a fixed order."""
+        mixer, width, bias = self.mixers.make(number), self.mixers.embed_dim, self.mixers.bias
+        for name in ("q_norm", "k_norm"):
+            if self.norm == "rms" and isinstance(head_norm := getattr(mixer, name, None), RMSNorm):
+                head_norm.eps = self.norm_eps
+        if self.mlp == "moe":
+            routing = self.experts, self.top_k, self.renormalise, self.router_noise, number
+            mlp: nn.Module = MixtureOfExperts(width, self.hidden, *routing, self.balance)
+        else:
+            mlp = token_mlp(self.mlp, width, self.hidden, bias, self.mlp_ratio)
+        return {
+            "attention": mixer, "mlp_ratio": self.mlp_ratio, "dropout": self.dropout, "bias": bias,
+            "layer": 1 + 2 * number, "norm_eps": self.norm_eps, "mlp": mlp, "make_norm": self.make_norm,
+            "norm_place": self.norm_place,
+        }  # fmt: skip
+
+    def make(self, number: int) -> Block:
+        """Return the block `number`, from 0."""
+        return Block(**self.options(number))
+
+    def make_norm(self) -> nn.Module:
+        """Return a norm as the blocks have it."""
+        mixers = self.mixers
+        return token_norm(self.norm, mixers.embed_dim, self.norm_eps, mixers.bias, self.unit_offset)
+
+    def last_norm(self) -> nn.Module:
+        """Return the norm after the last block, which ends in one if its norms come after sums."""
+        return nn.Identity() if self.norm_place == "post" else self.make_norm()
