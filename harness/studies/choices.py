@@ -193,7 +193,8 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     if data.packs_texts:
         if isinstance(strategy, strategies.PipelineStrategy):
             raise BadInput("data.pack", True, "false with --trainer.strategy pipeline, whose stages get tokens alone")
-        nets.check_keeps_apart(net, key)
+        for part in net.members.nets if isinstance(net, nets.Ensemble) else [net]:
+            nets.check_keeps_apart(part, key)
     logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
