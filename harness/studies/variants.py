@@ -48,12 +48,20 @@ ZOO: Mapping[str, Mapping[str, object]] = {  # options of GPT, by name; those th
 
 def zoo_variants() -> dict[str, dict[str, object]]:
     """Return the variants of `--zoo true` as the command line takes choices."""
-    known = options_of(GPT).hints
     return {
         name: {"class_path": "GPT", "init_args": dict(options)}
         for name, options in ZOO.items()
-        if {*options} <= {*known}
+        if all(_takes(option, value) for option, value in options.items())
     }
+
+
+def _takes(option: str, value: object) -> bool:
+    """Return whether GPT has an option, and takes this value."""
+    signature = options_of(GPT)
+    try:
+        return option in signature.hints and signature.check(option, value) == value
+    except BadInput:
+        return False
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:

@@ -58,7 +58,7 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     """
     shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
     method = cast("type[Objective]", arm.method.target)
-    of_method: dict[str, Space] = dict(method.search)
+    of_method: dict[str, Space] = dict(method.search) if rates_key(config) == OPTIMIZER else {}
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
         if flag.startswith(f"{rates_key(config)}."):
