@@ -12,6 +12,7 @@ from apprentice.keyed import with_seed
 from lit_modules.nets import SelfAttention
 from lit_modules.nets.attention import Alibi, Cache, Rotary, mask_texts
 from lit_modules.nets.norms import RMSNorm
+from tests.grids import mostly_slow
 from tests.lit_modules.test_attention import assert_same, compiled_equals_eager, gradients, jagged, noise
 
 D, HEADS = 24, 6
@@ -153,7 +154,7 @@ MASKS = {
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", ["grouped", "softcap", "gate", "alibi"])
+@pytest.mark.parametrize("name", mostly_slow(["grouped", "softcap", "gate", "alibi"], "grouped", "alibi"))
 def test_a_mask_is_that_of_the_formula(name: str, kind: str, causal: bool) -> None:
     """Also where it leaves a query nothing: the heads' output is 0 then."""
     net, x, mask = attention(name, causal=causal), noise(2, 5, D).requires_grad_(), MASKS[kind]()
@@ -164,7 +165,7 @@ def test_a_mask_is_that_of_the_formula(name: str, kind: str, causal: bool) -> No
     assert_same([ours, *gradients(net, x, ours)], [torch.stack(plain), *gradients(net, x, torch.stack(plain))])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "rotary", "sinks", "alibi", "gemma", "all"))
 def test_texts_in_one_row_are_as_alone(name: str) -> None:
     """Positions, windows and sinks are those of each text."""
     net, x = attention(name), noise(1, 11, D)
@@ -173,7 +174,7 @@ def test_texts_in_one_row_are_as_alone(name: str) -> None:
     assert_same([together], [torch.cat([net(x[:, :5]), net(x[:, 5:])], 1)])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "rotary", "sinks", "alibi", "gemma", "all"))
 def test_padding_on_the_left_is_as_none(name: str) -> None:
     net, x = attention(name), noise(2, 8, D)
     there = torch.arange(8) >= torch.tensor([[3], [0]])
@@ -182,7 +183,7 @@ def test_padding_on_the_left_is_as_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [2, 7], [1, 5, 3]])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "rotary", "sinks", "alibi", "gemma", "all"))
 @torch.no_grad()
 def test_cached_equals_at_once(name: str, steps: list[int]) -> None:
     net, x = attention(name), noise(3, 9, D)
@@ -217,7 +218,7 @@ def test_jagged_texts_are_as_alone(name: str) -> None:
     assert_same([ours, *gradients(net, values, ours)], [alone, *gradients(net, values, alone)])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "rotary", "sinks", "alibi", "gemma", "all"))
 def test_weights_make_the_output(name: str) -> None:
     net, x = attention(name, gate=False), noise(2, 6, D)
     groups, d = HEADS // net.num_kv_heads, net.head_dim
@@ -240,7 +241,7 @@ def test_kernels_agree(name: str, backend: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", mostly_slow(COMPILED, "all"))
 def test_traced_a_form_equals_eager(name: str) -> None:
     compiled_equals_eager(attention(name), "aot_eager")
 

@@ -19,7 +19,7 @@ from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import SelfAttention, ViT
-from lit_modules.nets.attention import Alibi
+from lit_modules.nets.attention import Alibi, DifferentialAttention
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
 from strategies import DDP, FSDP
 from strategies.sharding import recompute
@@ -58,11 +58,12 @@ class Pair(nn.Module):
 
 
 def forms() -> nn.Module:
-    """Grouped queries, norms of their heads, slopes of positions and a gate: each rank has some heads."""
+    """Grouped queries, norms of their heads, slopes, a gate; pairs of heads in the second block."""
     module = vit()
     for block in module.blocks:
         options = {"num_kv_heads": 2, "position": Alibi(), "qk_norm": True, "gate": True, "head_dim": 8}
         block.attention = with_seed(0, lambda options=options: SelfAttention(24, 4, **options))
+    module.blocks[1].attention = with_seed(1, lambda: DifferentialAttention(24, 4, layer=1))
     return module
 
 
