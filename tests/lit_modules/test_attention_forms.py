@@ -255,6 +255,18 @@ def test_rounded_inputs_keep_their_type() -> None:
             assert error < 16 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("name", ["all", "alibi, grouped, window"])
+@torch.no_grad()
+def test_autocast_serves_a_cache_and_a_mask(name: str) -> None:
+    """A norm's keys are of 32 bits there, and values of 16."""
+    net, x = attention(name).float(), noise(2, 7, D).float()
+    cache = net.new_cache(7)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = [net(x), torch.cat([net(part, cache) for part in x.split([4, 1, 2], 1)], 1)]
+        assert net(x, mask=noise(1, 1, 7, 7).float()).dtype == torch.bfloat16
+    assert_same([y.float() for y in rounded], [net(x), net(x)], 0.05)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kv heads": ({"num_kv_heads": 4}, "num_kv_heads 4: expected a divisor of num_heads, 6"),
     "no kv heads": ({"num_kv_heads": 0}, "num_kv_heads 0: expected a divisor"),

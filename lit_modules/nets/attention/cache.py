@@ -65,8 +65,9 @@ class Cache:
             slots = self.slots + (self.window is not None and self.padding is not None)  # one for what is not kept
             # A slot of a window may be read, and masked, before it is written: 0 times NaN would be NaN.
             make = torch.empty if self.window is None else torch.zeros
-            shapes = [(*x.shape[:2], slots, x.shape[3]) for x in (keys, values)]
-            self._stored = [make(shape, dtype=keys.dtype, device=keys.device) for shape in shapes]
+            self._stored = [
+                make((*x.shape[:2], slots, x.shape[3]), dtype=x.dtype, device=x.device) for x in (keys, values)
+            ]
         elif len(keys) != len(self._stored[0]):
             raise BadInput("", f"{len(keys)} texts", f"the {len(self._stored[0])} whose tokens are cached")
         if self.window is None:
