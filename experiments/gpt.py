@@ -3,9 +3,12 @@
     python experiments/gpt.py                                                     # Python's own documentation, embedded
     python experiments/gpt.py --data.path input.txt --trainer.max_steps 2000      # of nanoGPT's size for a CPU
     python experiments/gpt.py --sample "ROMEO:" --run runs/gpt/RUN                # go on from a prompt
+    python experiments/gpt.py --variants.mha GPT --variants.one GPT --variants.one.num_heads 1 --seeds 3    # compared
 
 The last tenth of the text tests; of the rest nine tenths train and the end validates. OUT/ holds report.html,
 results.json and .md, and for each seed a TensorBoard run, the weights and the vocabulary.
+
+With --variants several nets train in one pass over the same batches, and one table compares them.
 """
 
 from harness import start
@@ -26,13 +29,19 @@ from harness import cli
 from harness.jobs.engines import LAUNCHERS
 from harness.runs.callbacks import check_callbacks
 from harness.runs.session import Session, session
-from harness.studies.choices import build_net, check_modules, check_net
+from harness.studies.choices import TextSets, build_net, check_modules, check_net, given_by_data
+from harness.studies.deploy.language import write_language_models
+from harness.studies.equal import Budget
 from harness.studies.language_model import NAME, launcher_of, run_study, sample, train
 from harness.studies.launched import do_work, is_job
+from harness.studies.tuning import Tuning
+from harness.studies.tuning.options import check_options
+from harness.studies.variants import Variants, zoo_variants
 from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 from strategies.base.shared_replica import SharedReplica
 
+LONGEST = 2**20  # tokens in a cache
 MOST_SAMPLES = 1000  # a net writes them as one batch
 
 
@@ -48,6 +57,15 @@ class Options(cli.RunOptions):
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from so many of the likeliest tokens; from all when not given.
         sample_seed: of the draws.
+        only: of --variants, compare just these.
+        zoo: compare a list of GPT's variants, those that can be trained here; the best comes first.
+        equal: of --variants, scale the width of each to the first one's parameters, or to its operations a token; the
+            number of heads stays.
+        decode_at: of --variants, time decoding with so many tokens in the cache, as 1024 8192; nothing by default.
+        tune: compare the best of N settings, of learning rate and weight decay, of each variant.
+        tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
+        tune_optimizer: search learning rate and weight decay; default: true.
+        tune_wave: settings that train side by side, at most; default: what memory holds.
     """
 
     seeds: int | list[int] = field(default=1, metadata=cli.GROWS.metadata)
@@ -58,6 +76,14 @@ class Options(cli.RunOptions):
     temperature: float = 0.8
     top_k: int | None = None
     sample_seed: int = 0
+    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
+    zoo: bool = field(default=False, metadata=cli.GROWS.metadata)
+    equal: Budget | None = None
+    decode_at: list[int] | None = None
+    tune: int | None = None
+    tune_seeds: int | list[int] | None = None
+    tune_optimizer: bool | None = None
+    tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     idle: ClassVar[Collection[str]] = ("num_classes",)
 
     def __post_init__(self) -> None:
@@ -71,20 +97,27 @@ class Options(cli.RunOptions):
             raise BadInput("temperature", self.temperature, "0 or more")
         if self.top_k is not None and self.top_k < 1:
             raise BadInput("top_k", self.top_k, "at least 1")
+        if self.decode_at is not None and not (self.decode_at and all(1 <= n <= LONGEST for n in self.decode_at)):
+            raise BadInput("decode_at", self.decode_at, f"numbers of tokens, 1 to {LONGEST:,}, as 1024 8192")
+        check_options(self)
 
 
 def parser() -> cli.Parser:
-    """The command line: text, net, module, trainer."""
+    """The command line: text, net or nets, module, trainer."""
     parser = cli.Parser("gpt.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_class("data", datamodules.Text)
-    net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"vocab_size", "block_size"}))
-    parser.add_choice("net", net, "GPT")
+    sets = TextSets((datamodules.InMemoryData,), datamodules)
+    parser.add_choice("data", sets, "Text", about="the texts")
+    net = cli.Classes((nets.Net, nn.Module), nets)
+    parser.add_choice("net", net, "GPT", fixed=given_by_data, unless="variants", about="the net, if it is one alone")
+    parser.add_variants("variants", net, {}, fixed=given_by_data, about="one more net, to compare")
+    parser.add_recipes("zoo", {True: {"variants": zoo_variants()}})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}
     fixed = cli.OnResume(why="the learning rate of each step depends on how many there are")
     on_resume = {"max_steps": fixed, "max_epochs": fixed}
     parser.add_trainer(on_resume=on_resume, log_every_n_steps=50, **steps)
+    parser.add_texts("search", "of model.lr and model.weight_decay, the values that --tune tries: log(1e-4,1e-2)")
     parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
 
@@ -112,12 +145,55 @@ def check(run: Session) -> None:
     check_callbacks(run, trainer, {NAME: model})
 
 
+class Comparison(Variants):
+    """The comparison of `--variants`; jobs find this script by it."""
+
+
+def check_alone(run: Session) -> None:
+    """Raise BadInput for a flag of a comparison where there is one net alone."""
+    config = run.config
+    for name in ("equal", "decode_at", "tune"):
+        if (value := vars(config)[name]) is not None:
+            raise BadInput(name, value, "--variants.NAME CLASS beside it, a net to compare")
+    for flag, value in config.search.items():
+        raise BadInput(f"search.{flag}", value, "--variants.NAME CLASS and --tune N beside it")
+    if not issubclass(config.data.target, datamodules.Text):
+        raise BadInput("data", config.data.name, "Text, or --variants.NAME CLASS beside it, which takes any texts")
+
+
+def compare(run: Session) -> None:
+    """Train the nets of `--variants` side by side, after a search of their settings if there is one."""
+    config = run.config
+    if config.search and not config.tune:
+        flag, value = next(iter(config.search.items()))
+        raise BadInput(f"search.{flag}", value, "--tune N beside it")
+    comparison = Comparison(run)
+    if is_job():
+        comparison.do_job()
+        return
+    run.announce()
+    comparison.check()
+    tuning = Tuning(comparison) if config.tune else None
+    if tuning:
+        tuning.check()
+    with run.folder():
+        run.describe()
+        if tuning:
+            comparison.arms = tuning.search()
+        comparison.run(tuning.facts() if tuning else None)
+        write_language_models(run, comparison.arms, (), {})  # the vocabularies by which the nets write
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or write, as the command line says."""
     with session(NAME, parser(), argv) as run:
         if run.config.sample is not None:
             print(*sample(run.config), sep="\n\n")
             return
+        if run.config.variants:
+            compare(run)
+            return
+        check_alone(run)
         if is_job():
             do_work(run, lambda session, plan: train(session, plan, module))
             return

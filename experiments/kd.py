@@ -47,6 +47,7 @@ from harness.studies.other_tokens import in_tokens_of_students
 from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
 from harness.studies.teachers import checkpoint_of, go_on, load_teacher
 from harness.studies.tuning import Tuning
+from harness.studies.tuning.options import check_options
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -141,7 +142,7 @@ class Options(cli.RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_tuning()
+        check_options(self)
         self._check_ends()
         if self.teacher_epochs is not None and self.teacher_epochs < 1:
             raise BadInput("teacher_epochs", self.teacher_epochs, "a number of epochs, at least 1")
@@ -203,25 +204,6 @@ class Options(cli.RunOptions):
         for name in ("best_epoch", "early_stopping", "student_seconds"):
             if self.tune is not None and (value := vars(self)[name]) is not None:
                 raise BadInput(name, value, "it left out: --tune compares settings by their last epochs")
-
-    def _check_tuning(self) -> None:
-        if self.tune is None:
-            for name in ("tune_seeds", "tune_optimizer", "tune_wave"):
-                if (value := vars(self)[name]) is not None:
-                    raise BadInput(name, value, "--tune N beside it")
-            return
-        if self.tune < 2:
-            raise BadInput("tune", self.tune, "a number of settings of each method, at least 2")
-        seeds = 2 if self.tune_seeds is None else self.tune_seeds
-        if isinstance(seeds, int):
-            if not 1 <= seeds <= cli.MOST_SEEDS:
-                raise BadInput("tune_seeds", seeds, "a number of seeds, at least 1, or a list of them, as [7]")
-            seeds = [cli.MOST_SEEDS + number for number in range(seeds)]  # `--seeds N` has smaller ones
-        if not seeds or len({*seeds}) < len(seeds) or min(seeds) < 0:
-            raise BadInput("tune_seeds", seeds, "seeds of 0 or more, none of them twice")
-        self.tune_seeds, self.tune_optimizer = seeds, self.tune_optimizer is not False
-        if self.tune_wave is not None and self.tune_wave < 1:
-            raise BadInput("tune_wave", self.tune_wave, "a number of settings, at least 1")
 
 
 def parser() -> cli.Parser:

@@ -9,9 +9,11 @@ OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_m
 
 def keep_runs(checkpoint: dict[str, Any], runs: Sequence[str], kept: Collection[str]) -> None:
     """Leave in the checkpoint of a Learner what it says of some runs; `runs` are all, in the order of their groups."""
-    places = [place for place, run in enumerate(runs) if run in kept]
     dropped = [run for run in runs if run not in kept]
     learner = checkpoint["learner"]
+    (optimizer,) = checkpoint["optimizer_states"]
+    number = len(optimizer["param_groups"]) // len(runs)  # of groups of each run
+    places = [number * place + group for place, run in enumerate(runs) if run in kept for group in range(number)]
     checkpoint["optimizer_states"] = [keep_groups(state, places) for state in checkpoint["optimizer_states"]]
     checkpoint["lr_schedulers"] = [keep_rates(state, places) for state in checkpoint["lr_schedulers"]]
     for name in ("train_sums", "validated"):

@@ -22,7 +22,7 @@ from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.other_tokens import OtherTokens
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.stored import Absent, NoTeacher, StoredTeacher
 from lit_modules.nets.token_head import run_before_head
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import average_labelled, condense_teacher
@@ -45,7 +45,8 @@ class Distillation(ScoredBesideTeacher):
     finite keeps its parameters and is named in `failed`; the others continue.
 
     Args:
-        teacher: a trained net, inputs (b, ...) -> logits (b, classes), or its class and arguments.
+        teacher: a trained net, inputs (b, ...) -> logits (b, classes), or its class and arguments; None where
+            students learn from labels alone.
         students: by name, a net and an objective.
         input_shape: of one input, such as (C, H, W), for objectives whose parts depend on the shapes of features.
         num_classes: number of logits.
@@ -83,7 +84,7 @@ class Distillation(ScoredBesideTeacher):
 
     def __init__(
         self,
-        teacher: nn.Module | Spec,
+        teacher: nn.Module | Spec | None,
         students: Mapping[str, tuple[nn.Module, Objective] | Sequence[Spec]],
         input_shape: tuple[int, ...] = (3, 32, 32),
         num_classes: int = 10,
@@ -104,7 +105,7 @@ class Distillation(ScoredBesideTeacher):
         end_tokens: Sequence[int] = (),
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
-        if isinstance(frozen, StoredTeacher | OtherTokens):
+        if isinstance(frozen, Absent | OtherTokens):
             self.has_teacher = False  # as a test knows nothing of it
         super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
         for name in students:
@@ -154,7 +155,10 @@ class Distillation(ScoredBesideTeacher):
         """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
         choose_layers(self.teacher, self.students)
         self.cache.check(self._objectives)
-        teacher = self._run_teacher(example) if self.uses_teacher else None
+        asking = [name for name, objective in self._objectives.items() if objective.uses_teacher]
+        if asking and isinstance(self.teacher, NoTeacher):
+            raise BadInput("teacher", "None", f"a teacher, which variants.{asking[0]} learns from")
+        teacher = self._run_teacher(example) if asking else None
         for name, student in self.students.items():
             beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
             peers = {peer: other.raw(example) for peer, other in beside.items()}
@@ -194,7 +198,8 @@ class Distillation(ScoredBesideTeacher):
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
         averages = [net for net in map(self.average_of, self.runs) if net is not None]
         parts = [part for s in self.students.values() for part in (s.net, *s.objective.parts())]
-        return [self.teacher, *averages, *parts]
+        teachers = [] if isinstance(self.teacher, Absent) else [self.teacher]
+        return [*teachers, *averages, *parts]
 
     def read_layers(self) -> list[tuple[nn.Module, bool]]:
         """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
@@ -345,9 +350,13 @@ class Distillation(ScoredBesideTeacher):
         epoch, progress, rows = done / self._epoch, done / self._whole, (batch.index, batch.rows, batch.count)
         return Place(done, epoch, progress, *rows, self._samples, is_written=batch.is_written)
 
+    def copy_student(self, run: str) -> Student:
+        """A copy of a student, in training mode, whose steps are measured."""
+        return copy.deepcopy(self.students[run]).train()
+
     def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
-        student = copy.deepcopy(self.students[run]).train()
+        student = self.copy_student(run)
         parts = self.parts_alone(run, batch)
         uses = student.objective.uses_teacher
         taught = [

@@ -11,11 +11,71 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
+from lit_modules.learner import Learner
 from lit_modules.objectives.base import positive, weight
 from lit_modules.tasks import Tokens
 
 
-class LitLanguageModel(LitClassifier):
+class TrainsAsGPT2(Learner):
+    """How GPT-2 was trained, for each run of a module by itself.
+
+    AdamW with weight decay for matrices only; linear warm-up, then cosine decay to a tenth at the Trainer's last step;
+    gradients clipped by norm. A run's `optimizer_options` may have an `lr` and a `weight_decay` of its own.
+    """
+
+    compiled = False
+
+    def set_training(
+        self,
+        lr: float,
+        warmup_steps: int,
+        weight_decay: float,
+        betas: tuple[float, float],
+        clip_norm: float,
+        compiled: bool,
+    ) -> None:
+        """Check and keep the options, as `LitLanguageModel` describes them."""
+        if compiled and self.relates_rows:
+            raise BadInput("compiled", True, "false, or balance=0: routers' outputs of a compiled net can't be read")
+        for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
+            weight(name, value)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
+        self.lr, self.betas, self.compiled = positive("lr", lr), betas, compiled
+        self.warmup_steps, self.weight_decay, self.clip_norm = warmup_steps, weight_decay, clip_norm
+
+    def on_fit_start(self) -> None:
+        """Compile the nets; not earlier, as a compiled net can't be pickled or used in a fork."""
+        super().on_fit_start()
+        if self.compiled:
+            nets = "the net" if len(self.runs) == 1 else "the nets"
+            rank_zero_only(print)(
+                f"compiling {nets}: the first steps of training and validation take longer", flush=True
+            )
+            for run in self.runs:
+                self.net_of(run).compile(dynamic=False)
+
+    def configure_optimizers(self) -> Any:
+        self.check_trainable()
+        self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
+        groups = []
+        for run, parameters in self.parameter_groups().items():
+            options = {"lr": self.lr, "weight_decay": self.weight_decay, **self.optimizer_options.get(run, {})}
+            matrices, others = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+            groups += [{**options, "params": matrices}, {**options, "params": others, "weight_decay": 0.0}]
+        optimizer = AdamW(groups, self.lr, self.betas, fused=True)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, partial(rate_factor, self.warmup_steps, steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
+        super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
+
+
+class LitLanguageModel(TrainsAsGPT2, LitClassifier):
     """Trains a net, tokens (B, T) -> logits (B, T, V), as GPT-2 was; same results on any number of devices.
 
     AdamW with weight decay for matrices only; linear warm-up for `warmup_steps`, then cosine decay to a tenth at the
@@ -47,41 +107,7 @@ class LitLanguageModel(LitClassifier):
         seed: int = 0,
     ) -> None:
         super().__init__(net, seed=seed, task=Tokens(tokens_per_character))
-        if compiled and self.relates_rows:
-            raise BadInput("compiled", True, "false, or balance=0: routers' outputs of a compiled net can't be read")
-        for name, value in {"warmup_steps": warmup_steps, "weight_decay": weight_decay, "clip_norm": clip_norm}.items():
-            weight(name, value)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise BadInput("betas", list(betas), "two numbers of at least 0 and below 1")
-        self.lr, self.betas, self.compiled = positive("lr", lr), betas, compiled
-        self.warmup_steps, self.weight_decay, self.clip_norm = warmup_steps, weight_decay, clip_norm
-
-    def on_fit_start(self) -> None:
-        """Compile the net; not earlier, as a compiled net can't be pickled or used in a fork."""
-        if self.compiled:
-            rank_zero_only(print)(
-                "compiling the net: the first steps of training and validation take longer", flush=True
-            )
-            self.net.compile(dynamic=False)
-
-    def configure_optimizers(self) -> Any:
-        self.check_trainable()
-        self.loss_scales.take_over(self.trainer.precision_plugin, self.runs)
-        (parameters,) = self.parameter_groups().values()
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, self.lr, self.betas, fused=True)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, partial(rate_factor, self.warmup_steps, steps))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        clip = self.clip_norm if gradient_clip_val is None else gradient_clip_val
-        super().configure_gradient_clipping(optimizer, clip, gradient_clip_algorithm)
+        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm, compiled)
 
 
 def rate_factor(warmup_steps: int, steps: float, step: int) -> float:

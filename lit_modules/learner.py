@@ -330,7 +330,8 @@ class Learner(RunMetrics):
         """Log each run's learning rate and gradient norm, before clipping, by the names that Lightning gives them."""
         norm = getattr(self.trainer.strategy, "gradient_norm", gradient_norm)
         values: dict[str, float | Tensor] = {}
-        groups = zip(optimizer.param_groups, self.parameter_groups().items(), strict=False)
+        first_groups = optimizer.param_groups[:: len(optimizer.param_groups) // len(self.runs)]  # of each run
+        groups = zip(first_groups, self.parameter_groups().items(), strict=False)
         for group, (run, parameters) in groups:
             values[f"{run}/lr-{type(optimizer).__name__}"] = group["lr"]
             if (total := norm(parameters)) is not None:

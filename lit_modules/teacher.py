@@ -18,7 +18,7 @@ from apprentice.errors import BadInput, reason
 from apprentice.weights import read_saved
 from lit_modules.nets import Ensemble, Outputs, has_no_running_statistics, unwrap_logits
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.stored import NoTeacher, StoredTeacher
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import Objective
 from lit_modules.objectives.base import OWN
@@ -30,8 +30,10 @@ LOGITS = ""  # their name in a file, which no layer has
 Teacher = Callable[[Batch], Outputs]
 
 
-def trained_teacher(teacher: nn.Module | Spec, weights: str | Path | None) -> nn.Module:
+def trained_teacher(teacher: nn.Module | Spec | None, weights: str | Path | None) -> nn.Module:
     """The frozen teacher, with weights of a file if one is given; BadInput for one that would have none."""
+    if teacher is None:
+        return NoTeacher()
     net: nn.Module = unwrap_logits(rebuild(teacher, "teacher"))
     if weights is not None:
         for line in load_weights(net, str(weights), "teacher_weights"):

@@ -17,7 +17,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.layers import run
-from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.stored import Absent
 from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, is_whole, logits_of, run_before_head
 from lit_modules.objectives import Objective, Place
 from lit_modules.objectives.base import Term, average_labelled, cross_entropy, weigh_classes
@@ -64,7 +64,7 @@ class InChunks:
         """Choose the students, by their objectives and nets alone, given example inputs (b, T); scores need no more."""
         if not self.size:
             return
-        has_weights = not isinstance(teacher, Ensemble | StoredTeacher)
+        has_weights = not isinstance(teacher, Ensemble | Absent)
         self.score_head = find_token_head(teacher, tokens) if has_weights else None
         for student in students.values():
             student.score_head = find_token_head(student.net, tokens)

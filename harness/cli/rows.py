@@ -39,6 +39,8 @@ def is_reserved(name: str) -> bool:
 
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
     """Pick the variants of `only` in their own order; all if it is None, BadInput for an unknown name or none."""
+    if only and not variants:
+        raise BadInput(flag, only[0], f"--{VARIANTS}.NAME CLASS beside it, of which there is none")
     for name in only or ():
         if name not in variants:
             apart = f"; near: {name.replace(',', ' ')}" if "," in name else near(name, variants)

@@ -62,8 +62,10 @@ def sections(
 ) -> list[Section]:
     """Return the parts of report.html below those of results.md; those for which results have nothing are left out."""
     metric, described = results.metric, [pages.dots(results, cost) for cost in (COST, PARAMETERS)]
-    *students, teacher = described[0][1]
-    against = [plot for label, dots in described for plot in plots.against(label, dots)]
+    _, students, teacher = described[0]
+    against = [
+        plot for label, dots, last in described for plot in plots.against(label, [*dots, *([last] if last else [])])
+    ]
     validation = f"validation {metric.title.removeprefix('test ')}"
     lines = [
         *plots.curves(results, f"val/{metric.score}", validation, metric.scale),
@@ -71,9 +73,7 @@ def sections(
     ]
     plotted = [
         Section("Differences", "\n\n".join([_DIFFERENCES, *differences.section(results)]), plots.differences(results)),
-        Section(
-            "Intervals", "Each student's seeds, mean and 95 % interval over seeds.", plots.intervals(students, teacher)
-        ),
+        Section("Intervals", _INTERVALS, plots.intervals(students, teacher, metric)),
         Section("All pairs", _PAIRS, plots.pairs(results)),
         Section("Curves", "Means over seeds. A click on a name hides its line.", lines),
         Section("Accuracy against cost and size", "", against),
@@ -86,15 +86,16 @@ def sections(
         Section("Confusion", _frequent(results), (), mistakes.matrices(results)),
         _most_confused(results, images),
         Section(
-            "What was run", f"{pages.listing(results, metric, results.pooled)}\n\n{_LEARNT}\n\n{pages.learnt(results)}"
+            "What was run",
+            f"{pages.listing(results, metric, results.pooled)}\n\n{pages.learnt(results)}",
         ),
         *html.repeat_section(commands),
     ]
     return [section for section in plotted if section.plots] + [part for part in written if part.text or part.pictures]
 
 
+_INTERVALS = "Each student's seeds, mean and 95 % interval over seeds."
 _DIFFERENCES = "Each student's paired difference with its intervals over seeds: thick alone, thin corrected."
-_LEARNT = "Objectives of the students:"
 _PAIRS = (
     "The mean difference of a row's student to a column's, over their common seeds. Coloured where it is beyond the "
     "noise between seeds, corrected for all of these pairs (Holm); a difference that was the same on each seed says "

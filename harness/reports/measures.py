@@ -1,5 +1,6 @@
 """The numbers that a record has of a net beside its scores: each declared once, with all that shows it."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -23,6 +24,7 @@ class Figure:
     # Whether a net has it before it is trained: a failed one has it too, and its column precedes the scores.
     of_net: bool = False
     on_page: bool = False  # whether it is shown in a section of report.html, and not in the table
+    optional: bool = False  # whether results.json, and a table, have it only where some net has one
     # Sizes and names of units, the largest first, of which one is chosen for all rows.
     units: Sequence[tuple[float, str]] = ((1.0, ""),)
     curve: str = ""  # its title in TensorBoard's HPARAMS tab, where it is the scalar `cost/<key>`; empty for none
@@ -62,6 +64,8 @@ FIGURES = (
         "train_flops", "cost, {unit}", combine=itemgetter(0), units=FLOPS, curve="FLOPs of training",
         axis="cost of training, {unit}",
     ),
+    Figure("flops_token", "{unit} a token", combine=itemgetter(0), units=FLOPS, optional=True),
+    Figure("tokens_per_second", "tokens/s", optional=True),
     Figure(
         "test_agreement", "agreement with the teacher, %", to_digits(2, 100), mean, per_seed=True, on_page=True
     ),
@@ -70,8 +74,32 @@ FIGURES = (
     Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )  # fmt: skip
 PARAMETERS, STEP, COST = FIGURES[:3]
-IN_TABLE = tuple(figure for figure in FIGURES if not figure.on_page)
+# Of a text's decoder with so many tokens in its cache, and of so many threads.
+AT_LENGTH = re.compile(r"(decode_ms|cache_bytes)_(\d+)(_\d+)?")
 ON_PAGE = tuple(figure for figure in FIGURES if figure.on_page)
+
+
+def figures_of(keys: Iterable[str]) -> list[Figure]:
+    """Return the figures that rows with these keys may have: those of every net, and those at lengths of a cache."""
+    at_lengths = sorted({(int(found[2]), found[1], key) for key in keys if (found := AT_LENGTH.fullmatch(key))})
+    others = [
+        Figure(
+            key,
+            f"ms a token at {length:,} ({key.rpartition('_')[2]} threads)".replace("(1 threads", "(1 thread"),
+            optional=True,
+        )
+        if kind == "decode_ms"
+        else Figure(key, f"cache at {length:,}, bytes a token", optional=True)
+        for length, kind, key in at_lengths
+    ]
+    return [*FIGURES, *others]
+
+
+def in_table(rows: Sequence[Mapping[str, float | None]]) -> list[Figure]:
+    """Return the figures of a table with these rows: those of each net, and others that some row has."""
+    figures = figures_of(key for row in rows for key in row)
+    has = {figure.key for figure in figures if any(row.get(figure.key) is not None for row in rows)}
+    return [figure for figure in figures if not figure.on_page and (figure.key in has or not figure.optional)]
 
 
 def columns_on_page(

@@ -89,7 +89,7 @@ def most_confused(results: Results) -> list[tuple[int, int, int, float]]:
 
 def places(results: Results) -> np.ndarray:
     """Return the places (n,) of the tested samples in the test set."""
-    stored = results.teacher.sampled.get("test_places")
+    stored = results.sampled.get("test_places")
     return np.arange(len(samples.labels(results))) if stored is None else samples.unpack_classes(stored)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.reports import differences, tuning
 from harness.reports.figures import Dot, metric_picture
-from harness.reports.measures import COST, IN_TABLE, STEP, Figure, columns_on_page
+from harness.reports.measures import COST, STEP, Figure, columns_on_page, in_table
 from harness.reports.report import machine
 from harness.reports.results import (
     NetResults,
@@ -14,6 +14,7 @@ from harness.reports.results import (
     TeacherResults,
     averaged_key,
     differences_to,
+    name_baseline,
 )  # fmt: skip
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import NONE, Table, count, join_words, paragraph, table_of
@@ -21,6 +22,8 @@ from harness.reports.uncertainty import conclude, lead
 from harness.runs.records import Failure, Header
 from lit_modules.tasks import Metric
 
+# By the values of `--equal`, the figure that is equal, and its name.
+BUDGETS = {"parameters": ("parameters", "parameters"), "flops": ("flops_token", "FLOPs")}
 MOST_NAMED = 6  # students in a question
 
 
@@ -39,7 +42,7 @@ def markdown(results: Results) -> str:
         table(results).markdown(),
         *notes(results),
         *differences.section(results),
-        f"Objectives of the students:\n\n{learnt(results)}",
+        learnt(results),
         drawn,
         *_tuned(results),
     ]
@@ -47,8 +50,9 @@ def markdown(results: Results) -> str:
 
 
 def learnt(results: Results) -> str:
-    """List what each student learnt by."""
-    return "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+    """List what each student learnt by; without teachers, what each is."""
+    lines = "\n".join(f"- {name}: {objective}" for name, objective in objectives(results).items())
+    return f"{'Objectives of the students' if results.teacher else 'Nets'}:\n\n{lines}"
 
 
 def lead_paragraph(results: Results) -> str:
@@ -108,20 +112,21 @@ def table(results: Results, scores_first: bool = False) -> Table:
     figures = [net.with_means() for net in nets.values()]
     differences = [_difference(name, student, metric) for name, student in students.items()]
     names = ("variant", [*teachers, *(star_failed(name, student.failed) for name, student in students.items())])
+    learnt_by = [*blank, *(student.objective for student in students.values())]
     kind = [
-        ("objective", [*blank, *(student.objective for student in students.values())]),
-        *(figure.column(figures) for figure in IN_TABLE if figure.of_net),
+        *([("objective", learnt_by)] if results.teacher else []),  # else all learn by the same
+        *(figure.column(figures) for figure in in_table(figures) if figure.of_net),
     ]
     scores = [
         *((title, [_mean(net, key, metric) for net in nets.values()]) for key, title in metric.columns.items()),
         *columns_on_page(figures, metric.beside),
         *_averages(results),
-        (f"Δ to ce, {metric.unit}", [*blank, *differences]),
+        (f"Δ to {name_baseline(results)}, {metric.unit}", [*blank, *differences]),
     ]
-    costs = [figure.column(figures) for figure in IN_TABLE if not figure.of_net]
+    costs = [figure.column(figures) for figure in in_table(figures) if not figure.of_net]
     if scores_first:
         return table_of([names, *scores, *kind, *costs])
-    return table_of([names, *kind, *scores, *costs], left=2)
+    return table_of([names, *kind, *scores, *costs], left=2 if results.teacher else 1)
 
 
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
@@ -168,7 +173,12 @@ def notes(results: Results, concluded: bool = True) -> list[str]:
         if student.net
     ]
     lines += (
-        _labels(results) + _kept_teacher(results) + _best_epochs(results) + _budgets(results) + ended_early(results)
+        _equal(results)
+        + _labels(results)
+        + _kept_teacher(results)
+        + _best_epochs(results)
+        + _budgets(results)
+        + ended_early(results)
     )
     lines += failures(seeds, {name: student.failed for name, student in students.items()})
     baselines = dict.fromkeys(student.baseline for student in students.values())
@@ -205,7 +215,7 @@ def question(results: Results) -> str:
     if not baselines or not others:
         return f"{where}: which {score} {'do' if len(students) > 1 else 'does'} {_some(list(students))} reach?"
     to = next(iter(baselines)) if len(baselines) == 1 else "the ce of the same net"
-    alone = all(student.objective == "CrossEntropy" for student in baselines.values())
+    alone = results.teacher and all(student.objective == "CrossEntropy" for student in baselines.values())
     which = f"{where}: is the {score} of {_some(others, 'or')} better than that of {to}"
     return f"{which}, which learns from labels alone?" if alone else f"{which}?"
 
@@ -219,6 +229,23 @@ def _labelled(results: Results) -> int | None:
     """Return how many training samples have labels for the students, if that is not all."""
     labelled: int | None = (results.config.get("data") or {}).get("init_args", {}).get("labelled")
     return labelled
+
+
+def _equal(results: Results) -> list[str]:
+    """Say which widths `--equal` has chosen, and how far from the first net's budget the nets are."""
+    if (budget := results.config.get("equal")) is None:
+        return []
+    first, key, words = results.baselines[0], *BUDGETS[budget]
+    if (whole := results.students[first].figures.get(key)) is None:
+        return []
+    chosen = []
+    for name, student in results.students.items():
+        width, value = results.config["variants"][name]["init_args"]["embed_dim"], student.figures.get(key)
+        if name != first and value is not None:
+            chosen.append(f"{name} {width} ({100 * (value / whole - 1):+.1f} % {words})")
+    return [
+        f"--equal {budget}: embed_dim, at the given number of heads, by the budget of {first}: {'; '.join(chosen)}."
+    ]
 
 
 def _labels(results: Results) -> list[str]:
@@ -235,9 +262,9 @@ def _labels(results: Results) -> list[str]:
 
 def _kept_teacher(results: Results) -> list[str]:
     """Say for how many epochs the teacher was trained, if the run has grown since."""
-    epochs, now = results.teacher.max_epochs, planned_epochs(results)
-    if results.config.get("teacher_epochs") is not None:
+    if results.teacher is None or results.config.get("teacher_epochs") is not None:
         return []
+    epochs, now = results.teacher.max_epochs, planned_epochs(results)
     return [f"teacher: of {epochs} epochs; the run grew to {now} afterwards."] if epochs not in (None, now) else []
 
 
@@ -283,7 +310,10 @@ def ended_early(run: Header) -> list[str]:
     if not isinstance(run, Results):
         return []
     students = {name: student.trained_epochs for name, student in run.students.items()}
-    planned = {"teacher": run.teacher.max_epochs, **dict.fromkeys(students, planned_epochs(run))}
+    planned = dict.fromkeys(students, planned_epochs(run))
+    if run.teacher is None:
+        return say_epochs(students, planned) if run.config["trainer"].get("max_time") is not None else []
+    planned = {"teacher": run.teacher.max_epochs, **planned}
     return say_epochs({"teacher": run.teacher.trained_epochs, **students}, planned)
 
 
@@ -319,21 +349,23 @@ def star_failed(name: str, failed: Sequence[Failure | None]) -> str:
 
 def picture(results: Results) -> bytes:
     """results.png: the metric with its intervals, the differences with theirs, and the metric against the cost."""
-    label, (*students, teacher) = dots(results, cost_of([student.figures for student in results.students.values()]))
+    label, students, teacher = dots(results, cost_of([student.figures for student in results.students.values()]))
     rows = [row for row in differences.rows(results) if row.single["low"] is not None]
     compared = {row.name: (row.single, row.corrected or row.single) for row in rows}
     baselines = {student.baseline for student in results.students.values()}
     to = f"Δ to {baselines.pop() if len(baselines) == 1 else 'ce of the same net'}, {results.metric.unit}"
-    return metric_picture(students, label, teacher.mean if teacher.scores else None, compared, to)
+    return metric_picture(students, label, teacher.mean if teacher and teacher.scores else None, compared, to)
 
 
-def dots(results: Results, cost: Figure) -> tuple[str, list[Dot]]:
-    """Describe what is drawn of nets against a cost: the label of its axis, and a dot for each, the teacher's last."""
-    metric, nets = results.metric, {**results.students, "teacher": results.teacher}
+def dots(results: Results, cost: Figure) -> tuple[str, list[Dot], Dot | None]:
+    """Describe what is drawn of nets against a cost: the label of its axis, a dot for each student, the teacher's."""
+    metric = results.metric
+    nets: dict[str, NetResults] = {**results.students, **({"teacher": results.teacher} if results.teacher else {})}
     label, places = axis(cost, [net.figures for net in nets.values()])
     groups = [*range(len(results.students)), None]
-    rows = zip(nets.items(), places, groups, strict=True)
-    return label, [Dot(name, net.scores[metric.name], place, group, metric) for (name, net), place, group in rows]
+    rows = zip(nets.items(), places, groups, strict=False)
+    described = [Dot(name, net.scores[metric.name], place, group, metric) for (name, net), place, group in rows]
+    return label, described[: len(results.students)], described[-1] if results.teacher else None
 
 
 Figures = Mapping[str, float | None]  # of a net, by key

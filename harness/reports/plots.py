@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from harness.reports.differences import rows as compared_to_baselines
 from harness.reports.figures import GREY, Dot, Style, spread
-from harness.reports.results import Results
+from harness.reports.results import Results, name_baseline
 from harness.reports.uncertainty import CONFIDENCE, Interval, holm, p_value, paired_differences, paired_interval
+from lit_modules.tasks import Metric
 
 WIDTH, HEIGHT, LINE = 1100, 420, 26  # pixels
 MARKS = 12  # markers along a line, at most
@@ -29,9 +30,9 @@ MARKERS = {
 }
 
 
-def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
+def intervals(dots: Sequence[Dot], teacher: Dot | None, metric: Metric) -> list[Any]:
     """Plot each student's seeds, mean and 95 % interval, with the teacher's mean as a line; nothing if all failed."""
-    dots, metric = [dot for dot in dots if dot.scores], teacher.metric
+    dots = [dot for dot in dots if dot.scores]
     if not dots:
         return []
     plot = _figure(
@@ -47,7 +48,7 @@ def intervals(dots: Sequence[Dot], teacher: Dot) -> list[Any]:
          else "none without a spread"}
         for dot in dots
     ])  # fmt: skip
-    if teacher.scores:
+    if teacher and teacher.scores:
         _line(plot, teacher.mean, "height")
     return [plot]
 
@@ -69,7 +70,7 @@ def differences(results: Results) -> list[Any]:
         return []
     plot = _figure(
         height=110 + LINE * len(rows), y_range=[row["name"] for row in rows][::-1],
-        x_axis_label=f"Δ to ce, {metric.unit}",
+        x_axis_label=f"Δ to {name_baseline(results)}, {metric.unit}",
         tooltips=[("student", "@name"), ("Δ alone", "@text"), ("Δ corrected", "@corrected_text")],
     )  # fmt: skip
     thin = {"source": _source(rows), "line_width": 1, "color": "color"}
@@ -161,7 +162,7 @@ def mean_curve(epochs: Sequence[Sequence[Mapping[str, float | None]] | None], na
 
 def curves(results: Results, name: str, title: str, scale: float = 1.0) -> list[Any]:
     """Plot a value over the epochs, its mean over seeds, a line for each net; nothing if no net has it."""
-    nets = {**results.students, "teacher": results.teacher}
+    nets = {**results.students, **({"teacher": results.teacher} if results.teacher else {})}
     means = {net: mean_curve(of.epochs, name) for net, of in nets.items()}
     means = {net: values for net, values in means.items() if any(value is not None for value in values)}
     if not means:

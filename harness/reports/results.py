@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from apprentice.errors import BadInput
-from harness.reports.measures import FIGURES
+from harness.reports.measures import FIGURES, figures_of
 from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.runs.records import Failure, FitRecord, Header, NetRecord, check_figures, check_format, reading
 from lit_modules.tasks import ACCURACY, METRICS, Metric, metric_of
@@ -164,7 +164,8 @@ class StudentResults(NetResults):
         return super().read({**facts, "failed": failed})
 
     def to_json(self) -> dict[str, Any]:
-        named = {"variant": self.variant, "baseline": self.baseline} if self.variant else {}
+        named = {"variant": self.variant} if self.variant else {}
+        named |= {"baseline": self.baseline} if self.variant or self.baseline != BASELINE else {}
         return {
             "objective": self.objective, **({"net": self.net} if self.net else {}),
             **({"taught_by": self.taught_by} if self.taught_by else {}), **super().to_json(),
@@ -178,13 +179,14 @@ class Results(Header):
     """What results.json says of a comparison of students."""
 
     metric: Metric  # what nets are judged by
-    teacher: TeacherResults  # the teachers of all seeds
+    teacher: TeacherResults | None  # the teachers of all seeds; None where students learn from labels alone
     students: dict[str, StudentResults]  # by name, in the order of the table
     students_fit_seconds: Sequence[float] = ()  # for each seed, of all students together
     classes: Sequence[str] = ()  # their names, if they have any
     search: Search | None = None  # of settings, if there was one
     pooled: Sequence[str] = ()  # the runs whose seeds these are, if it is several
     more_teachers: Mapping[str, TeacherResults] = field(default_factory=dict)  # others, by the names of their rows
+    alone: Mapping[str, Packed] = field(default_factory=dict)  # without a teacher, what it would have as `sampled`
 
     @property
     def nets(self) -> dict[str, NetResults]:
@@ -192,7 +194,17 @@ class Results(Header):
 
     @property
     def teachers(self) -> dict[str, TeacherResults]:
-        return {"teacher": self.teacher, **self.more_teachers}
+        return {**({"teacher": self.teacher} if self.teacher else {}), **self.more_teachers}
+
+    @property
+    def sampled(self) -> Mapping[str, Packed]:
+        """By key, values of the test samples that are the same for each net."""
+        return self.teacher.sampled if self.teacher else self.alone
+
+    @property
+    def baselines(self) -> list[str]:
+        """The students that others are compared with, if they are there or not."""
+        return list(dict.fromkeys(student.baseline for student in self.students.values()))
 
     def seconds_of_seed(self) -> dict[int, float]:
         """Return how long the students of each seed took."""
@@ -205,7 +217,7 @@ class Results(Header):
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
         parts: dict[str, Any] = {
             "metric": metric_of(facts["metric"]),
-            "teacher": TeacherResults.read(facts["teacher"]),
+            "teacher": TeacherResults.read(facts["teacher"]) if "teacher" in facts else None,
         }
         more = {name: TeacherResults.read(teacher) for name, teacher in facts.get("more_teachers", {}).items()}
         return cls(**{**named, **parts, "students": students, "more_teachers": more, "search": Search.read(facts)})
@@ -219,7 +231,8 @@ class Results(Header):
                 **({} if self.metric.name in METRICS else {"path": self.config["metric"]["class_path"]}),
             },
             "students_fit_seconds": self.students_fit_seconds, "classes": self.classes,
-            "teacher": self.teacher.to_json(),
+            **({"teacher": self.teacher.to_json()} if self.teacher else {}),
+            **({"alone": self.alone} if self.alone else {}),
             "students": {name: student.to_json() for name, student in self.students.items()},
             **({"more_teachers": more} if more else {}),
             **(self.search.to_json() if self.search else {}),
@@ -239,25 +252,27 @@ def combine(
 ) -> Results:
     """Combine the records of each seed; None stands for what can't be computed.
 
-    Under `zoo` the best student comes first. Where each seed loaded the same teacher, its figures are those of one net.
+    Without `teachers` students learn from labels alone, and are compared with the first variant. Under `zoo` the best
+    student comes first. Where each seed loaded the same teacher, its figures are those of one net.
 
     Raises:
         ValueError: a list does not have one entry per seed.
     """
     seeds = len(header.seeds)
-    rows: dict[str, Sequence[Any]] = {"teacher": teachers, **more_teachers, **students}
+    rows: dict[str, Sequence[Any]] = {**({"teacher": teachers} if teachers else {}), **more_teachers, **students}
     rows["students_fit_seconds"] = students_fit_seconds
     for name, row in rows.items():
         if len(row) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(row)}")
+    baseline = BASELINE if teachers else next(name for name in header.config["variants"] if name in students)
     combined = {name: combine_student(records, metric) for name, records in students.items()}
     for name, student in combined.items():
-        student.taught_by = taught.get(name)
+        student.taught_by, student.baseline = taught.get(name), baseline
         if (variant := variants.get(name, name)) != name:
-            student.variant, student.baseline = variant, name.removesuffix(variant) + BASELINE
-    for baseline in dict.fromkeys(student.baseline for student in combined.values()):
-        differences = differences_to(baseline, combined, metric)
-        corrected = corrected_intervals({name: differences[name] for name in differences if name != baseline})
+            student.variant, student.baseline = variant, name.removesuffix(variant) + baseline
+    for base in dict.fromkeys(student.baseline for student in combined.values()):
+        differences = differences_to(base, combined, metric)
+        corrected = corrected_intervals({name: differences[name] for name in differences if name != base})
         for name, values in differences.items():
             combined[name].delta_vs_ce = paired_interval(values)
             combined[name].delta_vs_ce_corrected = corrected.get(name)
@@ -267,7 +282,8 @@ def combine(
     others = {name: _combine_teachers(name, fits, metric, by_seed=False) for name, fits in more_teachers.items()}
     return Results(
         **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
-        teacher=_combine_teachers("teacher", teachers, metric, by_seed), more_teachers=others,
+        teacher=_combine_teachers("teacher", teachers, metric, by_seed) if teachers else None, more_teachers=others,
+        alone={} if teachers else _sampled(next(iter(students.values()))[0]),
     )  # fmt: skip
 
 
@@ -277,8 +293,18 @@ def _combine_teachers(row: str, fits: Sequence[FitRecord], metric: Metric, by_se
     return TeacherResults(
         **_combine(nets, metric), nets=1 if loaded and not by_seed else len(fits), max_epochs=fits[0].max_epochs,
         fit_seconds=[fit.fit_seconds for fit in fits],
-        sampled={key: nets[0].samples[key] for key in SAMPLED if key in nets[0].samples},
+        sampled=_sampled(nets[0]),
     )  # fmt: skip
+
+
+def _sampled(net: NetRecord) -> dict[str, Packed]:
+    """Return the values of test samples that are the same for each net."""
+    return {key: net.samples[key] for key in SAMPLED if key in net.samples}
+
+
+def name_baseline(results: Results) -> str:
+    """Name what differences are to where rows of several nets have one of their own."""
+    return results.baselines[0] if len(results.baselines) == 1 else BASELINE
 
 
 def differences_to(baseline: str, students: Mapping[str, StudentResults], metric: Metric) -> dict[str, list[float]]:
@@ -307,8 +333,8 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     of_seeds += [figure.key for figure in FIGURES if figure.per_seed and any(figure.key in net for net in trained)]
     figures = {
         figure.key: figure.combined([net.figures.get(figure.key) for net in records if figure.of_net or not net.failed])
-        for figure in FIGURES
-        if not figure.per_seed
+        for figure in figures_of(key for net in records for key in net.figures)
+        if not figure.per_seed and (not figure.optional or any(figure.key in net.figures for net in records))
     }
     keys = dict.fromkeys(key for net in records for key in net.samples if key not in SAMPLED)
     samples = {key: [None if net.failed else net.samples.get(key) for net in records] for key in keys}

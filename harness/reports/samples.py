@@ -94,7 +94,7 @@ def difference_over_both(results: Results, student: str, baseline: str) -> Inter
     if not pairs or (isinstance(pairs[0][0], str) and not count):
         return None
     differences = np.stack([_values(a, count) - _values(b, count) for a, b in pairs])
-    if stored := results.teacher.sampled.get("test_weights"):
+    if stored := results.sampled.get("test_weights"):
         weights = unpack_classes(stored)
         differences = differences + differences.mean(1, keepdims=True) * (1 - weights / weights.mean())
     return crossed_interval(differences)
@@ -106,4 +106,4 @@ def _values(stored: Packed, count: int) -> np.ndarray:
 
 def labels(results: Results) -> np.ndarray:
     """Return the labels (n,) of the tested samples; none in results without them."""
-    return unpack_classes(results.teacher.sampled.get("test_labels", "u1:"))
+    return unpack_classes(results.sampled.get("test_labels", "u1:"))

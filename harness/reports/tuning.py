@@ -69,7 +69,8 @@ def notes(results: Results) -> list[str]:
         f"best is expected {expected_maximum(most):.2f} standard deviations above their mean. `again` is that of the "
         "table's seeds, which chose nothing. Methods compare by the test."
     )
-    return [f"{compared}, not in the table{how}.", best, f"The search took{runs} {spent}{taught}. {saving}."]
+    took = f"The search took{runs} {spent}{taught}."
+    return [f"{compared}, not in the table{how}.", best, f"{took} {saving}." if results.teacher else took]
 
 
 def search_of(results: Results) -> Search:

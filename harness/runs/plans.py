@@ -58,9 +58,9 @@ class Arm:
             return of_teacher(config)
         if not self.optimizer:
             return config
-        chosen = config.optimizer
-        optimizer = cli.Choice(chosen.class_path, {**chosen.init_args, **self.optimizer})
-        return Namespace(**{**vars(config), "optimizer": optimizer})
+        key = "optimizer" if "optimizer" in vars(config) else "model"  # a module that makes its own
+        chosen = vars(config)[key]
+        return Namespace(**{**vars(config), key: cli.Choice(chosen.class_path, {**chosen.init_args, **self.optimizer})})
 
 
 def teams(arms: Iterable[Arm], config: Namespace) -> list[tuple[Arm, ...]]:

@@ -46,6 +46,7 @@ class Session:
     def __init__(self, name: str, parser: cli.Parser, argv: Sequence[str] | None = None) -> None:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
+        self.parsed = self.config  # as the user gave them, where a study changes settings by others
         self._notices: set[str] = set()
         self._of_teacher: InMemoryData | None = None  # the data in the teacher's tokens
 
@@ -189,7 +190,7 @@ class Session:
     def describe(self) -> None:
         """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""
         if launch.is_main_process():
-            write_text(self.out / "config.yaml", self.parser.dump(self.config, of_run=True))
+            write_text(self.out / "config.yaml", self.parser.dump(self.parsed, of_run=True))
             write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
             if self.reads_data and not (self.out / folders.SAMPLES).exists():
                 write_json(self.out / folders.SAMPLES, self.samples)

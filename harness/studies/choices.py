@@ -4,6 +4,7 @@ import copy
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -33,6 +34,27 @@ def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
     """Return the arguments of nets that the chosen data gives, those of images where it is of other people's class."""
     data = chosen["data"].target
     return data.given_to_nets if issubclass(data, InMemoryData) else InMemoryData.given_to_nets
+
+
+@dataclass(frozen=True)
+class TextSets(cli.Classes):
+    """Data sets to choose from: those whose samples are texts, with a label for each token."""
+
+    task: str = "tokens"
+
+    @property
+    def by_name(self) -> dict[str, type]:
+        return {name: chosen for name, chosen in super().by_name.items() if self._has_tokens(chosen)}
+
+    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
+        """Find a class by name or import path; BadInput for one of other samples."""
+        chosen, sets = super().find(name, key)
+        if not self._has_tokens(chosen):
+            raise BadInput(key, name, f"texts, with a label for each token: {self.expected(name)}")
+        return chosen, sets
+
+    def _has_tokens(self, chosen: Any) -> bool:
+        return getattr(chosen, "task", None) == self.task
 
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
@@ -171,7 +193,8 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     if data.packs_texts:
         if isinstance(strategy, strategies.PipelineStrategy):
             raise BadInput("data.pack", True, "false with --trainer.strategy pipeline, whose stages get tokens alone")
-        nets.check_keeps_apart(net, key)
+        for part in net.members.nets if isinstance(net, nets.Ensemble) else [net]:
+            nets.check_keeps_apart(part, key)
     logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):

@@ -25,7 +25,7 @@ from harness.runs.nets import AVERAGE, load_net, read_spec, save_checkpoint, sav
 from harness.runs.plans import Arm, Fit, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
-from harness.runs.records import FitRecord
+from harness.runs.records import FitRecord, NetRecord
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
 from harness.runs.taught import BY_TEACHER, TEACHER, is_teacher, row_of
@@ -45,11 +45,21 @@ from lit_modules.schedules import follows_length
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
-def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans: Sequence[FitPlan] = ()) -> FitRecord:
+Measure = Callable[[Learner, Arm, str, Fit], NetRecord]  # of an arm, which is this run of the module
+
+
+def fit(
+    run: Session,
+    plan: FitPlan,
+    build: Callable[[FitPlan], Learner],
+    plans: Sequence[FitPlan] = (),
+    measure: Measure | None = None,
+) -> FitRecord:
     """Fit and test what is planned, export its nets and measure their costs, unless that is done; returns the record.
 
     A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
-    the bits are the same. A module that is a single run trains the plan's only arm. `plans` are all fits of the run.
+    the bits are the same. A module that is a single run trains the plan's only arm. `plans` are all fits of the run;
+    `measure` takes scores and costs of an arm, in place of `costs.measure`.
 
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
@@ -79,7 +89,12 @@ def fit(run: Session, plan: FitPlan, build: Callable[[FitPlan], Learner], plans:
         for arm, net, spec in exports:
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
-            measured = costs.measure(module, arm, run_of(module, arm), outcome, run.data)
+            part = run_of(module, arm)
+            measured = (
+                costs.measure(module, arm, part, outcome, run.data)
+                if measure is None
+                else measure(module, arm, part, outcome)
+            )
             record.nets[arm.name] = add_answers(run, plan, arm.name, net, outcome, measured)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)

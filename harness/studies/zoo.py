@@ -1,7 +1,7 @@
 """All methods of `lit_modules.objectives` side by side: which there are, and which of them fit the chosen nets."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from apprentice.errors import BadInput, reason
 from harness import cli
@@ -49,22 +49,33 @@ def list_fitting(
     Raises:
         BadInput: none of them fits.
     """
-    fit, chosen = [], {choice.name for choice in config.variants.values()}
+    chosen = {choice.name for choice in config.variants.values()}
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
             notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
-    for name, arm in arms.items():
+
+    def is_asked_for(name: str, arm: Arm) -> bool:
         of_recipe = below(f"variants.{arm.variant}", RECIPES[config.recipe]) if config.recipe else {}
         is_default = arm.method.init_args == {**arm.method.signature.defaults, **of_recipe}
-        if not is_default or {name, arm.variant} & {*(config.only or ())}:
-            fit.append(name)
-            continue
+        return not is_default or bool({name, arm.variant} & {*(config.only or ())})
+
+    asked_for = {name for name, arm in arms.items() if is_asked_for(name, arm)}
+    if not (fit := keep_fitting(arms, asked_for, parser, build)):
+        raise BadInput("zoo", "true", "nets that at least one method fits")
+    return fit
+
+
+def keep_fitting(
+    names: Iterable[str], asked_for: Collection[str], parser: cli.Parser, build: Callable[[Sequence[str]], object]
+) -> list[str]:
+    """Name those that can be built, and those that were asked for; a line names each of the others, with the reason."""
+    fit = []
+    for name in names:
         try:
-            build([name])
-        except Exception as error:  # noqa: BLE001 - whatever it is: the other methods don't depend on it
+            if name not in asked_for:
+                build([name])
+        except Exception as error:  # noqa: BLE001 - whatever it is: the others don't depend on it
             notice(f"without {name}: {one_line(error, parser) or reason(error)}")
         else:
             fit.append(name)
-    if not fit:
-        raise BadInput("zoo", "true", "nets that at least one method fits")
     return fit

@@ -53,6 +53,8 @@ class Ensemble(Net):
         read = (MEMBERS, SHARES) if weights else (MEMBERS,)
         self.member_layers: tuple[str, ...] = read if average == "probabilities" else ()  # that objectives read
         self._collect_demands(members)
+        sizes = [size for member in members if (size := getattr(member, "block_size", None)) is not None]
+        self.block_size: int | None = min(sizes, default=None)  # of texts, that all members can read
         self.requires_grad_(False).eval()
 
     def _collect_demands(self, members: Sequence[nn.Module]) -> None:
@@ -65,9 +67,9 @@ class Ensemble(Net):
                     raise BadInput("members", value, f"nets whose weights expect one {name}; another has {known}")
             self.expects, self.tokenizer = {**self.expects, **expects}, self.tokenizer or tokenizer
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (B, classes) of inputs (B, ...)."""
-        logits = self.members(inputs)
+    def forward(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Logits (B, classes) of inputs (B, ...); of rows with several texts `starts` (B, T) are as GPT has them."""
+        logits = self.members(inputs) if starts is None else self.members(inputs, starts)
         shares = self.shares(logits) if SHARES in self.member_layers or self.average == "logits" else None
         if self.average == "logits":
             assert shares is not None
@@ -99,8 +101,8 @@ class _Members(nn.Module):
         super().__init__()
         self.nets = nn.ModuleList(nets)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits = [net(inputs) for net in self.nets]
+    def forward(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
+        logits = [net(inputs) if starts is None else net(inputs, starts) for net in self.nets]
         classes = [x.shape[-1] for x in logits]
         if any(count != classes[0] for count in classes):
             raise BadInput("members", classes, "nets of the same classes; these are their numbers of logits")

@@ -1,13 +1,29 @@
-"""A stand-in for a teacher whose outputs are all in a file."""
+"""Stand-ins for a teacher: for one whose outputs are all in a file, and for none."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.base import Net
 
 
-class StoredTeacher(Net):
+class Absent(Net):
+    """A teacher without weights, which can't be asked."""
+
+    is_trained = True
+
+
+class NoTeacher(Absent):
+    """Stands where nets learn from labels alone."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise BadInput("teacher", "None", "a teacher, as a student asks it")
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [nn.Identity()]
+
+
+class StoredTeacher(Absent):
     """A teacher that is not loaded: a run reads its outputs for the training texts from a file.
 
     It tells their shape, and can't be asked for any other.
@@ -16,8 +32,6 @@ class StoredTeacher(Net):
         vocab_size: number of tokens, V.
         teacher: what the file says of the teacher: a hash of where its weights come from.
     """
-
-    is_trained = True
 
     def __init__(self, vocab_size: int, teacher: str) -> None:
         super().__init__()

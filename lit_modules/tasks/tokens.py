@@ -31,7 +31,7 @@ BYTES = replace(
 
 ANSWERS = replace(
     BITS, name="test_answers", tested=("test_answers", "test_loss"),
-    columns={"test_answers": "right answers, %", "test_loss": "test loss"},
+    columns={"test_answers": "right answers, %"},
     word="right answers", title="right answers in the test, %", chart="validation, right answers", unit="points",
     higher_is_better=True, scale=100.0, digits=2, counted="texts", limits=(0.0, 100.0),
     of_samples="test_sample_answers",

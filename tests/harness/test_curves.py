@@ -12,7 +12,7 @@ from experiments import gpt, kd, quantize
 from harness.runs import records, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
-from harness.studies import bakeoff, fits, language_model
+from harness.studies import fits, language_model, side_by_side
 from harness.studies.deploy import builder, formats
 from lit_modules.quantization import EXTRA
 from lit_modules.quantization.graphs import quantizer
@@ -76,7 +76,7 @@ def test_kd_killed_ten_times(tmp_path: Path) -> None:
     teacher = [batch(2), batch(6), TRAINED, NOT_RECORDED]
     students = [batch(2), batch(4), batch(6), NOT_RECORDED, (fits, "save_net", 2, True)]
     flags = [*SMALL, *EVERY, "--trainer.val_check_interval", "2"]
-    assert_unharmed(kd, flags, [*teacher, *students, (bakeoff, "save_results", 1, False)], tmp_path)
+    assert_unharmed(kd, flags, [*teacher, *students, (side_by_side, "save_results", 1, False)], tmp_path)
 
 
 @pytest.mark.slow

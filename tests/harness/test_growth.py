@@ -14,7 +14,7 @@ from experiments import compare, gpt, kd
 from harness.runs import records
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
-from harness.studies import bakeoff, fits
+from harness.studies import fits, side_by_side
 from tests.commands import Refusal, curves, kill_at, lasting, nets, results, start
 from tests.grids import mostly_slow
 from tests.language import written
@@ -258,7 +258,7 @@ MOMENTS = {
     "old students, exported and not recorded": (records, "write_json", 3, False),
     "between old and new": (records, "write_json", 3, True),
     "new student, in mid-epoch": (SafePoints, "on_train_batch_start", 30, True),
-    "everything but the results": (bakeoff, "save_results", 1, False),
+    "everything but the results": (side_by_side, "save_results", 1, False),
 }
 
 

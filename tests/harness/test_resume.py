@@ -19,7 +19,7 @@ from harness.runs import records, safepoints
 from harness.runs.folders import new_folder
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.safepoints import SafePoints
-from harness.studies import bakeoff, fits
+from harness.studies import fits, side_by_side
 from strategies import DDP, FSDP, DataParallel
 from tests import commands
 from tests.commands import curves, kill_at, lasting, nets, results
@@ -88,7 +88,7 @@ MOMENTS = {
     "students, in mid-epoch": (SafePoints, "on_train_batch_start", 5, True),
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),
-    "everything but the results": (bakeoff, "save_results", 1, False),
+    "everything but the results": (side_by_side, "save_results", 1, False),
     "in the middle of the results": (interactive, "write_json", 1, False),
 }
 

@@ -19,7 +19,7 @@ from harness.runs import records, safepoints
 from harness.runs.plans import FitPlan
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import session
-from harness.studies import bakeoff, tuning
+from harness.studies import bakeoff, side_by_side, tuning
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
 from tests.commands import Refusal, kill_at, lasting, nets, results, start
@@ -271,7 +271,7 @@ PHASES: dict[str, tuple[Any, ...]] = {
     "last rung, in mid-epoch": (SafePoints, "on_train_batch_start", 2, True, "seed8/rung2.json"),
     "all rungs done": (tuning.Tuning, "facts", 1, False),
     "the table's students": (SafePoints, "on_train_batch_start", 6, True, "seed8/rung3.json"),
-    "the results": (bakeoff, "save_results", 1, False),
+    "the results": (side_by_side, "save_results", 1, False),
 }
 
 

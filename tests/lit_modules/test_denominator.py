@@ -16,7 +16,7 @@ from apprentice.errors import BadInput
 from datamodules import Chat
 from datamodules.text_loaders import TextLoader, pack_texts
 from lit_modules.distillation import Distillation
-from lit_modules.nets import GPT
+from lit_modules.nets import GPT, Ensemble
 from lit_modules.nets.layers import check_keeps_apart
 from lit_modules.objectives import Cosine, CrossEntropy, Hinton, ReverseKL
 from lit_modules.tasks import Tokens
@@ -179,6 +179,22 @@ def test_ranks_share_the_rows_of_a_batch(tmp_path: Path) -> None:
         ]
         assert torch.equal(torch.cat([share.inputs for share in shares]), whole.inputs)
         assert {share.label_weight for share in shares} == {whole.label_weight}
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+def test_several_teachers_keep_texts_apart(weights: list[float] | None, tmp_path: Path) -> None:
+    """Their losses on packed rows are those of a row each."""
+    losses = {}
+    for pack in (False, True):
+        chat = data(tmp_path, pack=pack)
+        small: dict[str, Any] = {"num_layers": 1, "embed_dim": 8, **chat.net_arguments}
+        teacher = Ensemble([gpt(**small, seed=seed) for seed in (1, 2)], weights)
+        shapes: dict[str, Any] = {"input_shape": chat.input_shape, "num_classes": 256, "input_dtype": torch.int64}
+        student = gpt(**small), Hinton()
+        module = Distillation(teacher, {"kd": student}, task=Tokens(), **shapes).double()
+        (batch,) = chat.train_dataloader()
+        losses[pack] = module.shard_step(batch)[0].item()
+    assert losses[True] == pytest.approx(losses[False], rel=1e-9)
 
 
 def test_what_cannot_keep_texts_apart_is_refused(tmp_path: Path) -> None:

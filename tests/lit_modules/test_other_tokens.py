@@ -16,7 +16,7 @@ from datamodules.text import Subwords, Vocabulary
 from datamodules.token_texts import token_texts
 from experiments import kd
 from lit_modules.distillation import Distillation
-from lit_modules.nets import Outputs
+from lit_modules.nets import Ensemble, Outputs
 from lit_modules.nets.other_tokens import OtherTokens, TokenTexts
 from lit_modules.objectives import ULD
 from lit_modules.tasks import Tokens
@@ -181,6 +181,16 @@ def test_texts_that_end_within_a_character_are_read_up_to_it() -> None:
     assert cut[0, :, 0].tolist() == [1, 0, 0]
     wrong = teacher()(torch.tensor([[1, 7, 6, 1, 1]]))  # no character
     assert wrong[0, :, 0].tolist() == [1, 0, 0, 0, 0]
+
+
+def test_several_teachers_read_as_much_of_a_text_as_the_shortest_of_them_can() -> None:
+    """Nine tokens of the student are twelve of the teachers, of which one reads six."""
+    tokens = TokenTexts(OURS, list), TokenTexts([bytes([byte]) for byte in range(256)], lambda text: [*text.encode()])
+    teachers = [gpt(256, size, seed=size).double() for size in (6, 9)]
+    ours = torch.tensor([[5, 6, 5, 6, 5, 6, 4, 4, 4]])
+    groups = OtherTokens(Ensemble(teachers), *tokens)(ours)[0, :, 0]
+    assert groups.tolist() == OtherTokens(teachers[0], *tokens)(ours)[0, :, 0].tolist()
+    assert groups.tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_bytes_of_tokens_are_those_of_the_text() -> None:

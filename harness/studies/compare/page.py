@@ -8,7 +8,7 @@ from pathlib import Path
 from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
-from harness.reports.measures import IN_TABLE, columns_on_page
+from harness.reports.measures import columns_on_page, in_table
 from harness.reports.pages import axis, cost_of, star_failed
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
@@ -42,7 +42,7 @@ def table(comparison: Comparison, scores_first: bool = False) -> Table:
         *columns_on_page(figures, metric.beside),
         (f"Δ{to}, {metric.unit}", differences),
     ]
-    costs = _sizes_and_times(formats) if formats else [figure.column(figures) for figure in IN_TABLE]
+    costs = _sizes_and_times(formats) if formats else [figure.column(figures) for figure in in_table(figures)]
     if scores_first:
         return table_of([names, *scores, *of, *costs])
     return table_of([names, *of, *scores, *costs], left=2)

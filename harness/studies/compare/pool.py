@@ -41,7 +41,7 @@ def pool(runs: Sequence[Run]) -> Results:
     head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}
     pooled = combine(
         header,
-        [teacher for teacher, _ in fits.values()],
+        [teacher for teacher, _ in fits.values() if teacher is not None],
         {name: [nets[name] for _, nets in fits.values()] for name in head.students},
         [seconds[seed] for seed in seeds],
         head.metric,
@@ -98,11 +98,11 @@ def _fit_of_teacher(run: Run, seed: int, name: str) -> FitRecord:
         return FitRecord.read(run.folder / f"seed{seed}" / f"{name}.json")
 
 
-def _fits(run: Run, seed: int) -> tuple[FitRecord, dict[str, NetRecord]]:
-    """Return the records of a seed: of its teacher's fit, and of its students by name."""
+def _fits(run: Run, seed: int) -> tuple[FitRecord | None, dict[str, NetRecord]]:
+    """Return the records of a seed: of its teacher's fit, if it has one, and of its students by name."""
     folder, nets = run.folder / f"seed{seed}", dict[str, NetRecord]()
     with reading(run.name, "RUN", "the records of finished fits beside results.json"):
-        teacher = FitRecord.read(folder / "teacher.json")
+        teacher = FitRecord.read(folder / "teacher.json") if _students(run).teacher else None
         for path in sorted(folder.glob("students*.json")):
             nets |= FitRecord.read(path).nets
         return teacher, {name: nets[name] for name in run.entries}

@@ -1,7 +1,7 @@
 """Finished runs, and what of them is compared: rows by name, each with a value for every seed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,16 @@ def _formats(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResu
     return header, rows
 
 
+OF_WRITING = frozenset({"sample", "run", "samples", "temperature", "top_k", "sample_seed", "decode_at"})
 EXPERIMENTS = {
     "kd": Experiment(
         _students, BASELINE, frozenset({"variants"}),
         OF_TABLE | {"teacher_cache_mb", "teacher_cache_dir"},
     ),
+    "variants": Experiment(_students, BASELINE, frozenset({"variants", "equal"}), OF_TABLE | OF_WRITING),
     "gpt": Experiment(
         _language_model, "gpt", frozenset({"net", "model"}),
-        frozenset({"sample", "run", "samples", "temperature", "top_k", "sample_seed"}),
+        OF_WRITING,
     ),
     "quantize": Experiment(_formats, "float32", frozenset(), judged=False),
 }  # fmt: skip
@@ -128,7 +130,7 @@ class Run:
 def _with_teachers_epochs(results: Header) -> dict[str, Any]:
     """Return the configuration; in a run that has grown by epochs, the teacher's epochs become its option."""
     config, teacher = results.config, results.config.get("teacher")
-    epochs = results.teacher.max_epochs if isinstance(results, Results) else None
+    epochs = results.teacher.max_epochs if isinstance(results, Results) and results.teacher else None
     if not isinstance(teacher, dict) or epochs in (None, planned_epochs(results)):
         return config
     return config | {"teacher": teacher | {"init_args": (teacher.get("init_args") or {}) | {"max_epochs": epochs}}}
@@ -138,7 +140,8 @@ def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None)
     """Load the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
     facts = load_results(folder, "RUN")
     script = " ".join(facts["experiment"].split())[:40]
-    experiment = "kd" if facts.get("students") else script  # an experiment of the user's own may have students
+    of_students = "kd" if "teacher" in facts else "variants"
+    experiment = of_students if facts.get("students") else script  # an experiment of the user's own may have students
     if experiment not in EXPERIMENTS:
         raise BadInput("RUN", folder, f"a run of kd.py, gpt.py or quantize.py; this one is of {script}.py")
     with reading(folder, "RUN"):
@@ -150,7 +153,10 @@ def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None)
         results, entries = EXPERIMENTS[experiment].read(facts)
         if not entries:
             raise ValueError("it has no rows")
-    run = Run(name, path, results, entries, metric_of(named), EXPERIMENTS[experiment])
+    kind = EXPERIMENTS[experiment]
+    if experiment == "variants":
+        kind = replace(kind, baseline=next(iter(entries.values())).baseline)
+    run = Run(name, path, results, entries, metric_of(named), kind)
     if like and run.kind != like.kind:
         expected = f"{like.kind}, to compare with {like.name}"
         raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {run.metric.word}")

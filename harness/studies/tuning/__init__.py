@@ -25,8 +25,8 @@ from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, FitPlan, teams, trial_name
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, NetRecord, reading
-from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import judged_by
+from harness.studies.side_by_side import SideBySide
 from harness.studies.teachers import TEACHER
 from harness.studies.tuning import spaces
 from harness.studies.tuning.waves import in_waves
@@ -39,7 +39,7 @@ FOLDER, PLAN = "tuning", "plan.json"
 class Tuning:
     """The search for the settings of a bake-off's arms, as they were given."""
 
-    def __init__(self, bake_off: BakeOff) -> None:
+    def __init__(self, bake_off: SideBySide) -> None:
         self.bake_off, self.arms, self.config = bake_off, bake_off.arms, bake_off.config
         self.metric = judged_by(self.config, bake_off.session.data)
         self.best: dict[str, int] = {}  # the number of each row's best setting, after `search`
@@ -62,7 +62,7 @@ class Tuning:
         return rung_ends(self.config.trainer.init_args["max_epochs"])
 
     @cached_property
-    def inner(self) -> BakeOff:
+    def inner(self) -> SideBySide:
         """The bake-off that trains settings: in its own folder, with its own seeds and without loggers' many runs."""
         outer = self.bake_off.session
         trainer: Choice = self.config.trainer
@@ -101,13 +101,13 @@ class Tuning:
                 before = f"{plan['tune_wave'] or 'no --tune_wave'}, as the search in {config.out} began"
                 expected = f"{before}; leave it out, or take another --out"
                 raise BadInput("tune_wave", config.tune_wave, expected)
-        teacher = self.bake_off.teacher(config.tune_seeds[0])
         for name, trials in self.trials.items():
             if len(trials) < config.tune:
                 notice(f"{name}: {len(trials)} settings, as its options have no more")
+        build = self.bake_off.builder(config.tune_seeds[0])
         for team in self.teams:
             for trials_of_team in zip(*(self.trials[name] for name in team), strict=True):
-                self.bake_off.students(config.tune_seeds[0], trials_of_team, teacher.net)
+                build(trials_of_team)
 
     def search(self) -> dict[str, Arm]:
         """Train all settings, as far as each goes; returns each row's arm with the best one, to be trained afresh."""
@@ -121,7 +121,8 @@ class Tuning:
     def halve(self) -> dict[str, list[int]]:
         """Train all settings, as far as each goes; returns the number of each row's best one."""
         waves = self._plan_waves()
-        teachers = [replace(self.inner.teacher_plan(seed), tested=False) for seed in self.config.tune_seeds]
+        of_teachers = [plan for seed in self.config.tune_seeds for plan in self.inner.teacher_plans(seed)]
+        teachers = [replace(plan, tested=False) for plan in of_teachers]
         alive = {name: list(range(len(trials))) for name, trials in self.trials.items()}
         for rung, end in enumerate(self.ends, 1):
             left = {self.trials[row][number].name: self.trials[row][number] for row in alive for number in alive[row]}
@@ -163,7 +164,8 @@ class Tuning:
         stored once for all its epochs, while the search stores them again at each rung.
         """
         epochs, computed, alone, seconds = dict.fromkeys(self.arms, 0), 0, 0, 0.0
-        teachers = [FitRecord.read(folder / f"{TEACHER}.json") for folder in self.folders.values()]
+        files = [folder / f"{TEACHER}.json" for folder in self.folders.values() if self.bake_off.teacher_rows]
+        teachers = [FitRecord.read(file) for file in files]
         uses_teacher = {name: arm.objective(self.config).uses_teacher for name, arm in self.arms.items()}
         row_of = {trial.name: row for row, trials in self.trials.items() for trial in trials}
         for seed in self.config.tune_seeds:

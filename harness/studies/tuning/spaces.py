@@ -15,12 +15,14 @@ from apprentice.errors import BadInput
 from harness import cli
 from harness.cli.messages import near
 from harness.cli.yamls import read_value
+from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from lit_modules.objectives import Objective
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 from lit_modules.schedules import build_scheduler, nominal
 
-OPTIMIZER, SEARCH = "optimizer", "search"
+OPTIMIZER, MODEL, SEARCH = "optimizer", "model", "search"
+OF_MODEL = ("lr", "weight_decay")  # options of a module that makes its optimizer itself
 AROUND = 10.0  # the learning rate is searched from a tenth of the given one to ten times it
 DECAY = Log(1e-6, 1e-2)
 FORMS: Mapping[str, type[Log | Linear]] = {"log": Log, "linear": Linear}
@@ -59,20 +61,26 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     of_method: dict[str, Space] = dict(method.search)
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
-        if flag.startswith(f"{OPTIMIZER}."):
+        if flag.startswith(f"{rates_key(config)}."):
             shared[flag] = parse(value, f"{SEARCH}.{flag}")
         elif flag.startswith(variant):
             of_method[flag.removeprefix(variant)] = parse(value, f"{SEARCH}.{flag}")
     return shared | of_method
 
 
+def rates_key(config: Namespace) -> str:
+    """Return the flag whose options set the learning rate: the optimizer's, or that of a module that makes its own."""
+    return OPTIMIZER if OPTIMIZER in vars(config) else MODEL
+
+
 def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
     """Return learning rate and weight decay, as far as the chosen optimizer has them."""
-    options = {**config.optimizer.signature.defaults, **config.optimizer.init_args}
+    key = rates_key(config)
+    options = {**cli.choice_at(config, key).signature.defaults, **cli.choice_at(config, key).init_args}
     of_optimizer: dict[str, Space] = {}
     if isinstance(rate := options.get("lr"), int | float) and rate > 0:
-        of_optimizer[f"{OPTIMIZER}.lr"] = Log(rate / AROUND, rate * AROUND)
-    return of_optimizer | ({f"{OPTIMIZER}.weight_decay": DECAY} if "weight_decay" in options else {})
+        of_optimizer[f"{key}.lr"] = Log(rate / AROUND, rate * AROUND)
+    return of_optimizer | ({f"{key}.weight_decay": DECAY} if "weight_decay" in options else {})
 
 
 def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
@@ -80,13 +88,16 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
 
     Also if the scheduler sets a rate that does not depend on the optimizer's, which then can't be searched.
     """
-    variants = {arm.variant: arm for arm in arms.values()}
+    key = rates_key(config)
+    variants = {arm.variant: arm for arm in arms.values() if key == OPTIMIZER}  # else they learn by one method
     for flag, value in config.search.items():
         name, _, option = flag.partition(".")
-        if name == OPTIMIZER and not config.tune_optimizer:
+        if name == MODEL == key and option not in OF_MODEL:
+            raise BadInput(f"{SEARCH}.{flag}", value, f"{join_words(OF_MODEL, 'or')} after {SEARCH}.{MODEL}")
+        if name == key and not config.tune_optimizer:
             raise BadInput(f"{SEARCH}.{flag}", value, "--tune_optimizer true beside it")
-        if name != OPTIMIZER and name not in variants:
-            names = [*variants, OPTIMIZER]
+        if name != key and name not in variants:
+            names = [*variants, key]
             raise BadInput(f"{SEARCH}.{flag}", value, f"one of {', '.join(names)} after {SEARCH}{near(name, names)}")
         space = parse(value, f"{SEARCH}.{flag}")
         for tried in space.values if isinstance(space, Choice) else (space.at(0), space.at(1)):
@@ -98,18 +109,20 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
                 if of_option and value == tried:  # it may be meant as a form
                     expected = f"{expected}, or {EXPECTED}"
                 raise BadInput(f"{SEARCH}.{flag}", value, expected) from None
-    if config.tune_optimizer and config.scheduler is not None and not _keeps_rates(config):
+    if config.tune_optimizer and vars(config).get("scheduler") is not None and not _keeps_rates(config):
         expected = f"false: {config.scheduler.name} sets every rate itself, so that none can be searched"
         raise BadInput("tune_optimizer", "true", expected)
 
 
 def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) -> None:
     """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
-    choice = config.optimizer if arm is None else arm.method
+    key = rates_key(config)
+    choice = cli.choice_at(config, key) if arm is None else arm.method
     candidate = cli.Choice(choice.class_path, {**choice.init_args, option: convert(choice, option, value)})
     if arm is None:
-        with cli.refusals(candidate, OPTIMIZER):
-            cli.factory(candidate, OPTIMIZER)(nn.Linear(2, 2).parameters())
+        layer = nn.Linear(2, 2)
+        with cli.refusals(candidate, key):
+            cli.factory(candidate, key)(layer.parameters() if key == OPTIMIZER else layer)
     else:
         replace(arm, method=candidate).objective(config)
 
@@ -143,6 +156,7 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
     Of the optimizer's options all rows try the same values, setting by setting. A point that gives a setting again is
     passed over; there are fewer settings where the spaces have no more.
     """
+    key = rates_key(config)
     searched, trials = spaces(config, arm), [replace(arm, trial=0)]
     seen = [options(config, trials[0], searched)]
     if not searched:
@@ -153,9 +167,9 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
         values = {name: space.at(float(u)) for (name, space), u in zip(searched.items(), point, strict=False)}
         chosen, optimizer = dict(arm.method.init_args), dict[str, Any]()
         for name, value in values.items():
-            if name.startswith(f"{OPTIMIZER}."):
-                short = name.removeprefix(f"{OPTIMIZER}.")
-                optimizer[short] = convert(config.optimizer, short, value)
+            if name.startswith(f"{key}."):
+                short = name.removeprefix(f"{key}.")
+                optimizer[short] = convert(cli.choice_at(config, key), short, value)
             else:
                 chosen[name] = convert(arm.method, name, value)
         method = cli.Choice(arm.method.class_path, chosen)
@@ -168,8 +182,9 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
 
 def options(config: Namespace, arm: Arm, names: Mapping[str, Space]) -> dict[str, Any]:
     """Return the values of the options that are searched, as they are written down."""
-    everything = arm.settings(config).optimizer
+    key = rates_key(config)
+    everything = cli.choice_at(arm.settings(config), key)
     usual = {**everything.signature.defaults, **everything.init_args}
-    of_optimizer = {f"{OPTIMIZER}.{name}": value for name, value in usual.items()}
+    of_optimizer = {f"{key}.{name}": value for name, value in usual.items()}
     values = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

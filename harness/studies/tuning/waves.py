@@ -16,8 +16,8 @@ from harness.runs import launch
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.runs.session import Session
-from harness.studies.bakeoff import BakeOff
-from lit_modules.distillation import Distillation
+from harness.studies.side_by_side import SideBySide
+from lit_modules.learner import Learner
 from lit_modules.nets import any_kernel
 
 COPIES = 4  # of a parameter: itself, its gradient, two moments of an optimizer
@@ -25,7 +25,7 @@ SMI_SECONDS = 30  # for nvidia-smi to answer
 SHARE = 0.5  # of the available memory; the rest is for what else a process needs
 
 
-def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
+def in_waves(bake_off: SideBySide, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
     """Divide settings into waves, each of which fits into memory; those of a unit stay together.
 
     All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
@@ -37,10 +37,10 @@ def in_waves(bake_off: BakeOff, units: Sequence[Sequence[Arm]]) -> list[list[str
     if most is None and free is None:
         notice("tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N")
     if free is not None:
-        teacher = bake_off.teacher(config.seeds[0])
+        build = bake_off.builder(config.seeds[0])
         sizes = []
         for unit in {unit[0].row: unit for unit in units}.values():  # one of each row
-            module = bake_off.students(config.seeds[0], unit, teacher.net)
+            module = build(unit)
             sizes += [student_bytes(module, arm.name, session, trainer.world_size) for arm in unit]
         most = max(1, int(SHARE * free / max(sizes)))
     waves: list[list[str]] = [[]]
@@ -72,7 +72,7 @@ def free_bytes(trainer: Trainer) -> int | None:
         return None
 
 
-def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> int:
+def student_bytes(module: Learner, name: str, run: Session, ranks: int) -> int:
     """Return bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
     rows = max(2, -(-min(run.data.batch_size, run.data.sizes["train"]) // ranks))
     pair = run.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
@@ -88,6 +88,6 @@ def student_bytes(module: Distillation, name: str, run: Session, ranks: int) -> 
         step = module.step_alone(name, Batch.of(pair, 0, shared=False))
     with saved_tensors_hooks(count, lambda tensor: tensor):
         loss = step()
-    of_parameters = sum(p.numel() * p.element_size() for p in module.students[name].parameters())
+    of_parameters = sum(p.numel() * p.element_size() for p in module.module_of(name).parameters())
     del loss
     return COPIES * of_parameters + sum(saved.values())
