@@ -42,8 +42,8 @@ class GPT(Transformer):
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
         attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
         backend: the attention kernel, see `SelfAttention`.
-        mixer: what mixes tokens: softmax attention, or linear, gated (GLA) or delta (Gated DeltaNet), whose state does
-            not grow with the text.
+        mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
+            gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text.
         softmax_every: beside such a mixer, every n-th block has softmax attention; null for none.
         num_kv_heads: heads of keys and values, a divisor of `num_heads`; 1 is multi-query; null for as many.
         head_dim: width of a head; null for `embed_dim` / `num_heads`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -11,21 +11,33 @@ from lit_modules.nets.attention import (
     Alibi,
     Backend,
     DeltaAttention,
+    DifferentialAttention,
     GatedLinearAttention,
+    LatentAttention,
     LinearAttention,
     Rotary,
     SelfAttention,
 )
+from lit_modules.nets.base import check_sizes
 from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP, token_mlp
 from lit_modules.nets.norms import RMSNorm, TokenNorm, token_norm
 from lit_modules.nets.transformer import Block, NormPlace
 
-Mixer = Literal["softmax", "linear", "gated", "delta"]
+Mixer = Literal["softmax", "latent", "differential", "linear", "gated", "delta"]
 TokenPosition = Literal["learned", "rotary", "alibi"]
 LINEAR: dict[str, Callable[..., nn.Module]] = {
     "linear": LinearAttention,
     "gated": GatedLinearAttention,
     "delta": DeltaAttention,
+}
+
+SOFTMAX = (
+    "num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale",
+    "attention_dropout", "backend",
+)  # fmt: skip
+TAKEN = {  # of these by other mixers
+    "latent": ("head_dim", "attention_dropout", "backend", "scale"),
+    "differential": ("num_kv_heads", "head_dim", "backend", "scale"),
 }
 
 
@@ -57,8 +69,8 @@ class Mixers:
     def __post_init__(self) -> None:
         if self.position not in {"learned", "rotary", "alibi", None}:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
-        if self.mixer not in {"softmax", *LINEAR}:
-            raise BadInput("mixer", self.mixer, f"softmax, {' or '.join(LINEAR)}")
+        if self.mixer not in get_args(Mixer):
+            raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(Mixer))}")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
@@ -66,16 +78,14 @@ class Mixers:
             raise BadInput("full_every", self.full_every, "at least 1, beside a window")
         if self.position != "rotary":
             self._refuse_changed(("rope_base", "rope_scaling"), "its default, but for position=rotary")
-        if self.mixer != "softmax":
-            if not self.causal:
-                raise BadInput("mixer", self.mixer, "softmax: this net's tokens see later ones, and it is causal")
-            if self.softmax_every is None:
-                names = ("num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale")
-                expected = f"its default with mixer={self.mixer}: it is of softmax attention; or --net.softmax_every"
-                self._refuse_changed((*names, "attention_dropout", "backend"), expected.replace("--net.", ""))
-                if self.position in {"rotary", "alibi"}:
-                    expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
-                    raise BadInput("position", self.position, expected)
+        if self.mixer != "softmax" and self.softmax_every is None:
+            names = tuple(name for name in SOFTMAX if name not in TAKEN.get(self.mixer, ()))
+            self._refuse_changed(names, f"its default with mixer={self.mixer}: it is of softmax attention")
+        if self.mixer in LINEAR and self.softmax_every is None and self.position in {"rotary", "alibi"}:
+            expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
+            raise BadInput("position", self.position, expected)
+        if self.mixer in TAKEN and self.position == "alibi":
+            raise BadInput("position", self.position, f"learned, rotary or null with mixer={self.mixer}")
 
     def _refuse_changed(self, names: tuple[str, ...], expected: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -87,23 +97,32 @@ class Mixers:
         """Return the mixer of the block `number`, from 0."""
         if self.mixer == "softmax" or (self.softmax_every is not None and (number + 1) % self.softmax_every == 0):
             return self._softmax(number)
-        return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias)
+        if self.mixer in LINEAR:
+            return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias)
+        taken = {name: getattr(self, name) for name in TAKEN[self.mixer]}
+        if self.mixer == "differential":
+            taken |= {"layer": number}
+        else:
+            taken["dropout"] = taken.pop("attention_dropout")
+        kind: Callable[..., nn.Module] = DifferentialAttention if self.mixer == "differential" else LatentAttention
+        sizes = self.embed_dim, self.num_heads, self.causal
+        return kind(*sizes, bias=self.bias, position=self._rotary(), **taken)
+
+    def _rotary(self) -> Rotary | None:
+        if self.position != "rotary":
+            return None
+        try:
+            return Rotary(self.rope_base, self.rope_scaling)
+        except BadInput as fault:
+            raise BadInput(f"rope_{fault.argument}", fault.value, fault.expected) from None
 
     def _softmax(self, number: int) -> SelfAttention:
-        position: Rotary | Alibi | None = None
-        if self.position == "rotary":
-            try:
-                position = Rotary(self.rope_base, self.rope_scaling)
-            except BadInput as fault:
-                raise BadInput(f"rope_{fault.argument}", fault.value, fault.expected) from None
-        elif self.position == "alibi":
-            position = Alibi()
         is_full = self.full_every is not None and (number + 1) % self.full_every == 0
         return SelfAttention(
             self.embed_dim, self.num_heads, self.causal, self.attention_dropout, self.bias, self.backend,
-            num_kv_heads=self.num_kv_heads, position=position, window=None if is_full else self.window,
-            sinks=0 if is_full else self.sinks, qk_norm=self.qk_norm, softcap=self.softcap, gate=self.gate,
-            head_dim=self.head_dim, scale=self.scale,
+            num_kv_heads=self.num_kv_heads, position=Alibi() if self.position == "alibi" else self._rotary(),
+            window=None if is_full else self.window, sinks=0 if is_full else self.sinks, qk_norm=self.qk_norm,
+            softcap=self.softcap, gate=self.gate, head_dim=self.head_dim, scale=self.scale,
         )  # fmt: skip
 
 
@@ -128,6 +147,7 @@ class Blocks:
 
     def options(self, number: int) -> dict[str, Any]:
         """Return the arguments of `Block` for the block `number`, from 0; modules are made in a fixed order."""
+        check_sizes(mlp_ratio=self.mlp_ratio)
         mixer, width, bias = self.mixers.make(number), self.mixers.embed_dim, self.mixers.bias
         for name in ("q_norm", "k_norm"):
             if self.norm == "rms" and isinstance(head_norm := getattr(mixer, name, None), RMSNorm):

@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linear": {"mixer": "linear"},
     "gated": {"mixer": "gated"},
     "delta": {"mixer": "delta", "position": None},
+    "latent": {"mixer": "latent", "position": "rotary"},
+    "differential": {"mixer": "differential", "num_kv_heads": 2},
     "hybrid": {"mixer": "delta", "softmax_every": 2, "position": "rotary", "window": 4},
 }  # fmt: skip
 FAST = ["llama", "hybrid"]
@@ -70,7 +72,7 @@ def test_cached_is_whole_and_packed_is_alone(case: str) -> None:
     check_keeps_apart(net, "net")
     check_writer(net)  # of padded texts
     kept = [net.cache_bytes(tokens, 4) for tokens in (8, 1000)]
-    grows = OPTIONS[case].get("mixer") is None
+    grows = OPTIONS[case].get("mixer") not in {"linear", "gated", "delta"}
     assert (kept[1] > kept[0]) == grows or case == "hybrid"
     again = GPT(**net.init_args).double()
     again.load_state_dict(net.state_dict())
@@ -229,7 +231,9 @@ def test_the_loss_of_loads_is_the_papers_over_tokens_that_count() -> None:
         ({"mixer": "linear", "num_kv_heads": 1}, "num_kv_heads 1: expected its default with mixer=linear"),
         ({"mixer": "delta", "position": "rotary"}, "position rotary: expected learned or null with mixer=delta"),
         ({"mixer": "delta", "attention_dropout": 0.1}, "attention_dropout 0.1: expected its default"),
-        ({"mixer": "x"}, "mixer x: expected softmax, linear or gated or delta"),
+        ({"mixer": "latent", "num_kv_heads": 2}, "num_kv_heads 2: expected its default with mixer=latent"),
+        ({"mixer": "differential", "position": "alibi"}, "position alibi: expected learned, rotary or null with mixer"),
+        ({"mixer": "x"}, "mixer x: expected one of softmax, latent, differential, "),
         ({"softmax_every": 2}, "softmax_every 2: expected at least 1, beside a mixer such as linear"),
         ({"full_every": 2}, "full_every 2: expected at least 1, beside a window"),
         ({"rope_base": 2.0}, "rope_base 2.0: expected its default, but for position=rotary"),

@@ -1,5 +1,6 @@
 """GPT with a family's settings computes what transformers does, and its weights go both ways bit for bit."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,9 +45,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["equal", "both ways", "refused"])
+@pytest.mark.parametrize("what", ["equal", "both ways", "refused", "page"])
 def test_families(what: str, tmp_path: Path) -> None:
-    run = Run({"equal": _equal, "both ways": _both_ways, "refused": _refused}[what], tmp_path, log=tmp_path / "log")
+    parts = {"equal": _equal, "both ways": _both_ways, "refused": _refused, "page": _page}
+    run = Run(parts[what], tmp_path, log=tmp_path / "log")
     assert run.wait() == 0, run.output
 
 
@@ -182,6 +184,19 @@ def _refused(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
         assert bad_input(GPT.from_hf, model).startswith(message), (kind, options, bad_input(GPT.from_hf, model))
     assert bad_input(GPT.from_hf, str(folder / "nothing")).startswith("name ")
+
+
+def _page(folder: Path) -> None:
+    """The page's examples print what it says."""
+    warnings.simplefilter("ignore")
+    printed: list[str] = []
+    names = {"print": lambda *values: printed.append(" ".join(map(str, values)))}
+    page = (Path(__file__).parents[2] / "docs" / "attention-nets.md").read_text()
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(compile(code, "attention-nets.md", "exec"), names)
+    assert printed[0] == "torch.Size([2, 10, 65]) torch.Size([2, 15])"
+    assert printed[2].startswith("window 8: expected its default with mixer=linear")
+    assert printed[-1] == "True"
 
 
 def test_first_weights_and_names_are_what_they_were() -> None:
