@@ -43,7 +43,7 @@ KD = "--trainer.limit_train_batches 1 --trainer.limit_val_batches 1 --trainer.li
 SHORTER = {
     "kd": f"{KD} --trainer.max_epochs 1 --seeds 1 --data.batch_size 8",
     "gpt": "--trainer.max_steps 2 --trainer.val_check_interval 2 --data.block_size 16 --data.batch_size 2"
-    " --trainer.limit_test_batches 1 --trainer.limit_val_batches 1 --net.num_layers 1 --compile false",
+    " --trainer.limit_test_batches 1 --trainer.limit_val_batches 1 --compile false",
     "hardware": "--only ddp --steps 2 --data.train_size 24 --data.test_size 8 --data.validation_size 0 "
     "--data.batch_size 8",
     "pipeline": "--quick true --net ResNet --net.depth 8 --split_sizes 4 --repeats 1 --cut_after stage2",
@@ -54,7 +54,14 @@ SHORTER = {
     "quantize": "--latency.repeats 1 --latency.batch_sizes 1 --trainer.max_epochs 1 --freeze_epoch 1",
 }
 # Flags that are given again: a warm-up is shorter than a training, and a study grows by as little as it can.
-SMALLER = {"--scheduler.warmup_epochs": "0", "--tune": "2", "--seeds": "2", "--trainer.max_epochs": "2"}
+SMALLER = {
+    "--scheduler.warmup_epochs": "0",
+    "--decode_at": "16",
+    "--variants.deep.num_layers": "5",
+    "--tune": "2",
+    "--seeds": "2",
+    "--trainer.max_epochs": "2",
+}
 NETS = {"ViT": ["--teacher.num_layers", "1", "--student.num_layers", "1"]}  # of a net that both are
 FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
@@ -96,8 +103,12 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(commands())
+NOT_ONE_NET = re.compile(r"--(variants\.|zoo|sample|resume|help)")  # of gpt.py: several nets, or none that trains
 FILES = {name: code for page in pages() for code, name, _ in SAVED.findall(page.read_text())}
-FIRST = {name: next(flags for other, flags in COMMANDS if other == name) for name, _ in COMMANDS}  # of each script
+FIRST = dict[str, list[str]]()  # of each script, of gpt.py the first that trains one net
+for script, script_flags in COMMANDS:
+    if script != "gpt" or not NOT_ONE_NET.search(" ".join(script_flags)):
+        FIRST.setdefault(script, script_flags)
 # Started in a process of their own, before the others; so is quantize.py, by tests/experiments/test_quantize.py.
 FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
 
@@ -106,7 +117,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
     names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["runs/t4/seed0/kd", "runs/photos/seed0/kd"], "done/kd/seed0/kd")
-    names |= {"first/split.csv": "split.csv"}
+    names |= {"first/split.csv": "split.csv", "runs/heads/seed0/one": "done/gpt/seed0/gpt"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
@@ -115,6 +126,8 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     flags += [*itertools.chain(*((flag, value) for flag, value in SMALLER.items() if flag in flags))]
     both = [flags[i + 1] for i, flag in enumerate(flags) if flag in {"--teacher", "--student"}]
     flags += [*itertools.chain(*(more for net, more in NETS.items() if both == [net] * 2))]
+    if name == "gpt" and not NOT_ONE_NET.search(" ".join(flags)):
+        flags += ["--net.num_layers", "1"]
     return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
 
