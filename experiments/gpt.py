@@ -85,6 +85,11 @@ class Options(cli.RunOptions):
     tune_optimizer: bool | None = None
     tune_wave: int | None = field(default=None, metadata=cli.FREE.metadata)
     idle: ClassVar[Collection[str]] = ("num_classes",)
+    common: ClassVar[Collection[str]] = (
+        "data", "data.path", "net", "variants", "only", "zoo", "equal", "decode_at", "tune", "model.lr", "compile",
+        "trainer.max_steps", "trainer.devices", "trainer.strategy", "trainer.precision", "exact", "seeds", "out",
+        "resume", "overwrite", "sample", "run", "samples", "temperature", "launcher",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -166,8 +166,17 @@ class Resolver:
             raise BadInput(flag, value, "it on the command line alone")
         if flag not in plain and flag.partition(".")[0] not in keys:
             choices = [key for key in keys if key in self.classes or not below(key, self.flags)]
-            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *plain, *self.flags], "--")
+            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *plain, *self.flags], "--", self._takes)
             raise BadInput(flag, value, f"a flag of {prog}{near_ones or '; --help all lists them'}")
+
+    def _takes(self, key: str, name: str) -> bool:
+        """Return whether a flag may choose a class of this name, if it chooses classes."""
+        if key in self.classes and name[:1].isupper():
+            try:
+                self.classes[key].find(name, key)
+            except BadInput:
+                return False
+        return True
 
 
 def choose(value: Any, key: str, classes: Classes) -> Choice:

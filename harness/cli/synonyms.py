@@ -1,7 +1,7 @@
 """What other programs call options of ours: the error of an unknown flag names the right one."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Of ours the last word, with a value or an option of it after a space; then others' names for it, with _ for -.
 OTHERS_NAMES = {
@@ -91,14 +91,21 @@ ALSO_CALLED = {
 }
 
 
-def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
-    """Return flags like this one, as the end of a message: near ones, those with its last word, and synonyms."""
+def near_flag(
+    flag: str, names: Iterable[str], prefix: str = "", takes: Callable[[str, str], bool] = lambda *_: True
+) -> str:
+    """Return flags like this one, as the end of a message: near ones, those with its last word, and synonyms.
+
+    `takes` says of a flag whether it can have a value: a synonym may need another class.
+    """
     flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
     last = name.rpartition(".")[2]
     matches = difflib.get_close_matches(name, flags, 3, 0.6) if "." in name else []
     for meant, _, more in (entry.partition(" ") for entry in [*ALSO_CALLED.get(last, []), last]):
         if more.rpartition("--")[2] not in flags:  # else it is there without choosing another class
             ends = [other for other in flags if f".{other}".endswith(f".{meant}")]
+            needed = more.partition(" ")[0]
+            ends = [other for other in ends if not needed or takes(other, needed)]
             matches += [f"{other} {more}".strip().replace(" .", ".") for other in ends]
     matches = [*dict.fromkeys(matches)] or difflib.get_close_matches(name, flags, 3, 0.6)
     listed = [prefix + flags.get(match, match) for match in matches[:3]]
