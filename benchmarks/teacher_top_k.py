@@ -1,7 +1,7 @@
 """What a stored teacher costs and loses: size, time, loss and gradient against k, for a teacher of Hugging Face.
 
     python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl                # 70 CPU seconds, one thread
-    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl --train 24     # trains a student by each row
+    python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl --train 16     # trains a student by each row
 
 FOLDER is a Llama-like model of transformers, or a .gguf file. The data have the columns `question` and `answer`. A
 student is the teacher without one of its layers, near to it; another is its first and last quarter, far from it. Each
