@@ -1,5 +1,7 @@
 """Copying: random tokens, a mark, and the same tokens again."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,27 +17,14 @@ class Copying(SyntheticTexts):
     Args:
         block_size: T, even.
         vocab_size: V.
-        batch_size: texts in a batch over all devices together, whatever their number.
-        train_size: texts to train on.
-        validation_size: texts to validate on; 0 for none.
-        test_size: texts to test on.
-        seed: of the texts.
+        options: those of `SyntheticTexts`.
 
     Raises:
         BadInput: a value can't be used, or the texts don't fit in memory.
     """
 
-    def __init__(
-        self,
-        block_size: int = 64,
-        vocab_size: int = 32,
-        batch_size: int = 64,
-        train_size: int = 20_000,
-        validation_size: int = 500,
-        test_size: int = 1_000,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(block_size, vocab_size, batch_size, train_size, validation_size, test_size, seed)
+    def __init__(self, block_size: int = 64, vocab_size: int = 32, **options: Any) -> None:
+        super().__init__(block_size, vocab_size, **options)
         if block_size % 2:
             raise BadInput("data.block_size", block_size, "an even number: half of it is copied")
         self.answers = self.drawn = block_size // 2

@@ -1,5 +1,7 @@
 """Needle: one pair somewhere in a long text, asked for at its end."""
 
+from typing import Any
+
 from torch import Tensor
 
 from apprentice.errors import BadInput
@@ -15,11 +17,7 @@ class Needle(SyntheticTexts):
     Args:
         block_size: T, at least 3.
         vocab_size: V, at least 4.
-        batch_size: texts in a batch over all devices together, whatever their number.
-        train_size: texts to train on.
-        validation_size: texts to validate on; 0 for none.
-        test_size: texts to test on.
-        seed: of the texts.
+        options: those of `SyntheticTexts`.
 
     Raises:
         BadInput: a value can't be used, or the texts don't fit in memory.
@@ -27,17 +25,8 @@ class Needle(SyntheticTexts):
 
     answers = 1
 
-    def __init__(
-        self,
-        block_size: int = 256,
-        vocab_size: int = 64,
-        batch_size: int = 64,
-        train_size: int = 20_000,
-        validation_size: int = 500,
-        test_size: int = 1_000,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(block_size, vocab_size, batch_size, train_size, validation_size, test_size, seed)
+    def __init__(self, block_size: int = 256, vocab_size: int = 64, **options: Any) -> None:
+        super().__init__(block_size, vocab_size, **options)
         if block_size < 3:
             raise BadInput("data.block_size", block_size, "at least 3: a key, its value, and the key")
         if vocab_size < 4:

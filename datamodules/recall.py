@@ -1,6 +1,6 @@
 """Associative recall: pairs of a key and a value, then the keys again."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,11 +24,7 @@ class Recall(SyntheticTexts):
         pairs: N.
         power: of the weights: 1 draws all places alike, above 0.
         filler: what other places hold: `zeros`, or `random` tokens, among them keys without a label.
-        batch_size: texts in a batch over all devices together, whatever their number.
-        train_size: texts to train on.
-        validation_size: texts to validate on; 0 for none.
-        test_size: texts to test on.
-        seed: of the texts.
+        options: those of `SyntheticTexts`.
 
     Raises:
         BadInput: a value can't be used, or the texts don't fit in memory.
@@ -41,13 +37,9 @@ class Recall(SyntheticTexts):
         pairs: int = 4,
         power: float = 0.01,
         filler: Filler = "zeros",
-        batch_size: int = 64,
-        train_size: int = 20_000,
-        validation_size: int = 500,
-        test_size: int = 1_000,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(block_size, vocab_size, batch_size, train_size, validation_size, test_size, seed)
+        super().__init__(block_size, vocab_size, **options)
         if not isinstance(pairs, int) or pairs < 1:
             raise BadInput("data.pairs", pairs, "a whole number of at least 1")
         if block_size % 2 or block_size < 4 * pairs:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from harness.reports.results import Results, combine
+from harness.reports.combined import combine
+from harness.reports.results import Results
 from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 
 TEST = 400

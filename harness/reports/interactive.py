@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from harness.reports import differences, html, mistakes, pages, plots, tuning
+from harness.reports import differences, html, mistakes, notes, pages, plots, tuning
 from harness.reports.answers import Answer
 from harness.reports.answers import section as answers_side_by_side
 from harness.reports.html import Section
@@ -49,7 +49,7 @@ def text(results: Results) -> str:
         pages.title(results),
         pages.lead_paragraph(results),
         pages.table(results, scores_first=True).markdown(),
-        *pages.notes(results, concluded=False),
+        *notes.notes(results, concluded=False),
     ]
     return "\n\n".join(parts)
 

@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.reports.results import Results, combine
+from harness.reports.combined import combine
+from harness.reports.results import Results
 from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net

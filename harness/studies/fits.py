@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from apprentice.keyed import with_seed
@@ -99,11 +99,7 @@ def fit(
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
-                taught_by = {} if arm.teachers == BY_TEACHER else {row_of(key): w for key, w in arm.teachers.items()}
-                facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
-                save_net(net, spec, folder, facts)
-                if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
-                    save_net(average, spec, folder / AVERAGE, facts)
+                _export(run, plan, module, arm, net, spec)
             if run.tensorboard:
                 log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
@@ -111,6 +107,15 @@ def fit(
             checkpoint.unlink(missing_ok=True)
     wait_for_main()
     return record
+
+
+def _export(run: Session, plan: FitPlan, module: Learner, arm: Arm, net: nn.Module, spec: dict[str, Any]) -> None:
+    """Write an arm's net, and the average of its weights, into its folder."""
+    taught_by = {} if arm.teachers == BY_TEACHER else {row_of(key): w for key, w in arm.teachers.items()}
+    facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
+    save_net(net, spec, folder, facts)
+    if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
+        save_net(average, spec, folder / AVERAGE, facts)
 
 
 def is_finished(run: Session, plan: FitPlan) -> bool:

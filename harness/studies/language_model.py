@@ -15,7 +15,8 @@ from datamodules import Subwords, Text, Vocabulary, vocabulary_of
 from harness.jobs.base import Launcher
 from harness.reports import html
 from harness.reports.measures import PARAMETERS
-from harness.reports.pages import head, planned_epochs, say_epochs
+from harness.reports.notes import planned_epochs, say_epochs
+from harness.reports.pages import head
 from harness.reports.results import load_results
 from harness.reports.tables import Table, paragraph, short
 from harness.runs.files import read_text, write_json, write_text

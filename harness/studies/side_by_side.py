@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from harness.reports.combined import combine
 from harness.reports.interactive import save_results
 from harness.reports.pages import text
-from harness.reports.results import Results, Search, combine
+from harness.reports.results import Results, Search
 from harness.runs import environment, safepoints
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, Fit, FitPlan, teams

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
+from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.tokens import TokenGrid
 
@@ -49,11 +50,6 @@ class Outputs(NamedTuple):
         if any(p.dtype == torch.float64 for p in net.parameters()):
             return self
         return self.map(lambda x: x.float() if x.dtype == torch.float64 else x)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Cast 16-bit types to float32."""
-    return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
 
 
 class Net(Recorded, nn.Module):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.nets.base import evaluating, widen
+from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.base import evaluating
 
 Decoder = Callable[[Tensor], Tensor]  # the next tokens (b, t), t > 0 -> logits (b, V) after the last of them
 # Of log-probabilities, between a decoder and one pass; in 16 bits, roundings of the largest logit.

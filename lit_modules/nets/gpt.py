@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.gguf import model_folder
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, mask_texts
+from lit_modules.nets.attention import Backend, FeatureMap, mask_texts
 from lit_modules.nets.base import check_sizes
 from lit_modules.nets.families import FAMILIES, family_of, fit_family, from_family, to_family
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
@@ -43,8 +43,11 @@ class GPT(Transformer):
         attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
         backend: the attention kernel, see `SelfAttention`.
         mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
-            gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text.
+            gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a
+            window (64) and linear beyond it (LoLCATs).
         softmax_every: beside such a mixer, every n-th block has softmax attention; null for none.
+        conv: width of the short convolution of linear, gated and delta, 0 for none; null: 4 of delta, 0 of the others.
+        feature_map: elu, hedgehog or taylor; null: elu of linear, hedgehog of windowed.
         num_kv_heads: heads of keys and values, a divisor of `num_heads`; 1 is multi-query; null for as many.
         head_dim: width of a head; null for `embed_dim` / `num_heads`.
         position: learned positions are added to tokens; rotary ones turn queries and keys; alibi lowers scores by
@@ -90,6 +93,8 @@ class GPT(Transformer):
         backend: Backend = "auto",
         mixer: Mixer = "softmax",
         softmax_every: int | None = None,
+        conv: int | None = None,
+        feature_map: FeatureMap | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         position: TokenPosition | None = "learned",
@@ -124,8 +129,9 @@ class GPT(Transformer):
             raise BadInput("final_softcap", final_softcap, "above 0, or null")
         self.block_size, self.tie_weights = block_size, tie_weights
         mixers = Mixers(
-            embed_dim, num_heads, True, attention_dropout, bias, backend, mixer, softmax_every, num_kv_heads, head_dim,
-            position, rope_base, rope_scaling, window, full_every, sinks, qk_norm, softcap, gate, scale,
+            embed_dim, num_heads, True, attention_dropout, bias, backend, mixer, softmax_every, conv, feature_map,
+            num_kv_heads, head_dim, position, rope_base, rope_scaling, window, full_every, sinks, qk_norm, softcap,
+            gate, scale,
         )  # fmt: skip
         options = Blocks(
             mixers, dropout, norm, norm_place, norm_eps, unit_offset, mlp, 4, hidden, experts, top_k, renormalise,
@@ -211,7 +217,7 @@ class GPT(Transformer):
         return logits if self.cap is None else self.cap(logits)
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Embedding, each block, norm, head, cap of logits; BadInput if embedding and head, the ends, shareweight."""
+        """Embedding, each block, norm, head, cap of logits; BadInput if embedding and head, the ends, share one."""
         if self.tie_weights:
             raise BadInput("tie_weights", True, "False in a pipeline: tie_weights=False gives the last stage its own")
         self.check_pipeline()

@@ -12,18 +12,20 @@ from lit_modules.nets.attention import (
     Backend,
     DeltaAttention,
     DifferentialAttention,
+    FeatureMap,
     GatedLinearAttention,
     LatentAttention,
     LinearAttention,
     Rotary,
     SelfAttention,
+    WindowedLinearAttention,
 )
 from lit_modules.nets.base import check_sizes
 from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP, token_mlp
 from lit_modules.nets.norms import RMSNorm, TokenNorm, token_norm
 from lit_modules.nets.transformer import Block, NormPlace
 
-Mixer = Literal["softmax", "latent", "differential", "linear", "gated", "delta"]
+Mixer = Literal["softmax", "latent", "differential", "linear", "gated", "delta", "windowed"]
 TokenPosition = Literal["learned", "rotary", "alibi"]
 LINEAR: dict[str, Callable[..., nn.Module]] = {
     "linear": LinearAttention,
@@ -33,12 +35,15 @@ LINEAR: dict[str, Callable[..., nn.Module]] = {
 
 SOFTMAX = (
     "num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale",
-    "attention_dropout", "backend",
+    "attention_dropout", "backend", "full_every",
 )  # fmt: skip
 TAKEN = {  # of these by other mixers
     "latent": ("head_dim", "attention_dropout", "backend", "scale"),
     "differential": ("num_kv_heads", "head_dim", "backend", "scale"),
+    "windowed": ("num_kv_heads", "head_dim", "window", "scale"),
 }
+WINDOW = 64  # of the mixer windowed, if none is given
+MAPPED = ("linear", "windowed")  # that have a feature map
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Mixers:
     backend: Backend = "auto"
     mixer: Mixer = "softmax"
     softmax_every: int | None = None
+    conv: int | None = None
+    feature_map: FeatureMap | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     position: TokenPosition | None = "learned"
@@ -74,6 +81,10 @@ class Mixers:
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
+        if self.conv is not None and self.mixer not in LINEAR:
+            raise BadInput("conv", self.conv, f"null, or mixer={' or '.join(LINEAR)}")
+        if self.feature_map is not None and self.mixer not in MAPPED:
+            raise BadInput("feature_map", self.feature_map, f"null, or mixer={' or '.join(MAPPED)}")
         if self.full_every is not None and (self.window is None or self.full_every < 1):
             raise BadInput("full_every", self.full_every, "at least 1, beside a window")
         if self.position != "rotary":
@@ -81,6 +92,8 @@ class Mixers:
         if self.mixer != "softmax" and self.softmax_every is None:
             names = tuple(name for name in SOFTMAX if name not in TAKEN.get(self.mixer, ()))
             self._refuse_changed(names, f"its default with mixer={self.mixer}: it is of softmax attention")
+        if self.mixer == "windowed":
+            self._refuse_changed(("full_every", "sinks"), "its default with mixer=windowed: blocks of softmax see all")
         if self.mixer in LINEAR and self.softmax_every is None and self.position in {"rotary", "alibi"}:
             expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
             raise BadInput("position", self.position, expected)
@@ -97,9 +110,15 @@ class Mixers:
         """Return the mixer of the block `number`, from 0."""
         if self.mixer == "softmax" or (self.softmax_every is not None and (number + 1) % self.softmax_every == 0):
             return self._softmax(number)
+        chosen = {name: getattr(self, name) for name in ("conv", "feature_map") if getattr(self, name) is not None}
         if self.mixer in LINEAR:
-            return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias)
+            return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias, **chosen)
         taken = {name: getattr(self, name) for name in TAKEN[self.mixer]}
+        if self.mixer == "windowed":
+            taken |= chosen | {"window": WINDOW if self.window is None else self.window}
+            return WindowedLinearAttention(
+                self.embed_dim, self.num_heads, bias=self.bias, position=self._rotary(), **taken
+            )
         if self.mixer == "differential":
             taken |= {"layer": number}
         else:
@@ -117,7 +136,7 @@ class Mixers:
             raise BadInput(f"rope_{fault.argument}", fault.value, fault.expected) from None
 
     def _softmax(self, number: int) -> SelfAttention:
-        is_full = self.full_every is not None and (number + 1) % self.full_every == 0
+        is_full = self.mixer == "windowed" or (self.full_every is not None and (number + 1) % self.full_every == 0)
         return SelfAttention(
             self.embed_dim, self.num_heads, self.causal, self.attention_dropout, self.bias, self.backend,
             num_kv_heads=self.num_kv_heads, position=Alibi() if self.position == "alibi" else self._rotary(),

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Jitter
+from lit_modules.nets.attention.precision import widen
 
 TokenMLP = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "moe"]
 WIDE = 1024  # from here on the hidden width of a gated MLP is a multiple of 256, as Llama's; below, of 8
@@ -144,7 +145,7 @@ class MixtureOfExperts(nn.Module):
 
 def softmax(logits: Tensor) -> Tensor:
     """Return probabilities in float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    return widen(logits).softmax(-1)
 
 
 def gated_width(width: int, multiplier: float = 1.0) -> int:

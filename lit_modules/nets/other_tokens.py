@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.base import Net
 
 
@@ -57,7 +58,7 @@ class OtherTokens(Net):
         width = max([len(theirs) for _, theirs in rows] or [1])
         inputs = torch.tensor([theirs + [0] * (width - len(theirs)) for _, theirs in rows], device=tokens.device)
         logits: Tensor = self.net(inputs)
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        log_p = widen(logits).log_softmax(-1)
         outputs = log_p.new_zeros(*tokens.shape, 1 + log_p.shape[-1])
         for number, (groups, theirs) in enumerate(rows):
             actual = log_p[number, : len(theirs) - 1].gather(1, inputs[number, 1 : len(theirs), None])[:, 0]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from lit_modules.nets.attention import Alibi, Rotary, SelfAttention
+from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.base import evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
@@ -34,7 +35,7 @@ class Projections(NamedTuple):
         """Return queries, keys and values (b, T, heads, width) of the layers' outputs, with positions, at 32 bits."""
         joined = outputs[0].split(self.rows, -1) if self.rows else outputs[0].chunk(3, -1)
         parts = joined if len(outputs) == 1 else outputs
-        wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in parts]
+        wide = [widen(x.flatten(2)) for x in parts]
         width = wide[0].shape[2] // self.heads
         query, key, value = (x.unflatten(2, (-1, width)) for x in wide)
         key, value = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (key, value))

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs, widen
+from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS, SHARES
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.recorded import Recorded

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from apprentice import keyed
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Outputs, widen
+from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.base import Outputs
 from lit_modules.objectives.top_k import TAILS, TOKENS, Tail, draws_at, tail_at
 
 TopK: TypeAlias = int | Literal["all"]

@@ -14,9 +14,10 @@ from matplotlib.text import Text
 from apprentice.errors import BadInput
 from experiments import compare, kd
 from harness import cli
+from harness.reports.combined import combine
 from harness.reports.figures import Dot, Style, lines_picture, spread
-from harness.reports.pages import notes, picture, table
-from harness.reports.results import combine
+from harness.reports.notes import notes
+from harness.reports.pages import picture, table
 from harness.runs.plans import arms
 from harness.studies import zoo
 from lit_modules.nets import Outputs

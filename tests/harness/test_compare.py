@@ -11,7 +11,8 @@ import pytest
 
 import datamodules
 from experiments.compare import main
-from harness.reports.results import Results, combine
+from harness.reports.combined import combine
+from harness.reports.results import Results
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
 from harness.runs.records import FORMAT, FitRecord, Header, NetRecord

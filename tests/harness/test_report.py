@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from harness.reports import differences, html, interactive, mistakes, pages, plots, samples
+from harness.reports.combined import combine
 from harness.reports.report import Report
-from harness.reports.results import Results, combine
+from harness.reports.results import Results
 from harness.reports.tables import Table
 from harness.reports.uncertainty import ACCURACY, holm, p_value
 from harness.runs.records import NetRecord

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
+from harness.reports.combined import combine
 from harness.reports.interactive import save_results
 from harness.reports.measures import COST
-from harness.reports.pages import markdown, notes, picture, table, text
-from harness.reports.results import Results, combine, load_results
+from harness.reports.notes import notes
+from harness.reports.pages import markdown, picture, table, text
+from harness.reports.results import Results, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, join_words, short
 from harness.reports.uncertainty import ACCURACY, conclude, lead_by_chance, paired_interval, t_interval

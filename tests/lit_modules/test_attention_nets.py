@@ -31,7 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "post": {"norm_place": "post"},
     "moe": MOE | {"renormalise": False},
     "linear": {"mixer": "linear"},
-    "gated": {"mixer": "gated"},
+    "gated": {"mixer": "gated", "conv": 3},
+    "windowed": {"mixer": "windowed", "window": 3, "num_kv_heads": 2, "position": "rotary", "feature_map": "taylor"},
     "delta": {"mixer": "delta", "position": None},
     "latent": {"mixer": "latent", "position": "rotary"},
     "differential": {"mixer": "differential", "num_kv_heads": 2},
@@ -72,7 +73,7 @@ def test_cached_is_whole_and_packed_is_alone(case: str) -> None:
     check_keeps_apart(net, "net")
     check_writer(net)  # of padded texts
     kept = [net.cache_bytes(tokens, 4) for tokens in (8, 1000)]
-    grows = OPTIONS[case].get("mixer") not in {"linear", "gated", "delta"}
+    grows = OPTIONS[case].get("mixer") not in {"linear", "gated", "delta", "windowed"}
     assert (kept[1] > kept[0]) == grows or case == "hybrid"
     again = GPT(**net.init_args).double()
     again.load_state_dict(net.state_dict())
@@ -233,6 +234,14 @@ def test_the_loss_of_loads_is_the_papers_over_tokens_that_count() -> None:
         ({"mixer": "delta", "attention_dropout": 0.1}, "attention_dropout 0.1: expected its default"),
         ({"mixer": "latent", "num_kv_heads": 2}, "num_kv_heads 2: expected its default with mixer=latent"),
         ({"mixer": "differential", "position": "alibi"}, "position alibi: expected learned, rotary or null with mixer"),
+        (
+            {"mixer": "windowed", "softmax_every": 2, "window": 4, "sinks": 2},
+            "sinks 2: expected its default with mixer",
+        ),
+        ({"mixer": "windowed", "softcap": 2.0}, "softcap 2.0: expected its default with mixer=windowed"),
+        ({"mixer": "windowed", "position": "alibi"}, "position alibi: expected learned, rotary or null with mixer"),
+        ({"conv": 4}, "conv 4: expected null, or mixer=linear or gated or delta"),
+        ({"mixer": "delta", "feature_map": "elu"}, "feature_map elu: expected null, or mixer=linear or windowed"),
         ({"mixer": "x"}, "mixer x: expected one of softmax, latent, differential, "),
         ({"softmax_every": 2}, "softmax_every 2: expected at least 1, beside a mixer such as linear"),
         ({"full_every": 2}, "full_every 2: expected at least 1, beside a window"),

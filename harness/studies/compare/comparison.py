@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.pages import ended_early, failures
+from harness.reports.notes import ended_early, failures
 from harness.reports.results import Scores, StudentResults
 from harness.reports.uncertainty import Interval, conclude, corrected_intervals, paired_differences, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of

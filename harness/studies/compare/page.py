@@ -9,7 +9,8 @@ from apprentice.errors import BadInput
 from harness.reports import html
 from harness.reports.figures import Dot, lines_picture, metric_picture
 from harness.reports.measures import columns_on_page, in_table
-from harness.reports.pages import axis, cost_of, star_failed
+from harness.reports.notes import star_failed
+from harness.reports.pages import axis, cost_of
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from apprentice.errors import BadInput
+from harness.reports.combined import combine
 from harness.reports.interactive import save_results
 from harness.reports.report import machine
-from harness.reports.results import Results, combine
+from harness.reports.results import Results
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, Header, NetRecord, reading
 from harness.studies.compare.fairness import ignored_places, other_samples

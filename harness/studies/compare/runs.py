@@ -8,8 +8,9 @@ from typing import Any
 import datamodules
 from apprentice.errors import BadInput
 from harness.cli.sources import flat
-from harness.reports.pages import planned_epochs
-from harness.reports.results import BASELINE, Results, StudentResults, combine_student, load_results
+from harness.reports.combined import combine_student
+from harness.reports.notes import planned_epochs
+from harness.reports.results import BASELINE, Results, StudentResults, load_results
 from harness.reports.settings import OF_TABLE
 from harness.runs.records import Header, NetRecord, reading
 from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric, metric_of

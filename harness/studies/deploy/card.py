@@ -8,7 +8,8 @@ import yaml
 
 from apprentice.errors import BadInput
 from harness.reports.measures import COST, PARAMETERS, STEP
-from harness.reports.pages import notes, table
+from harness.reports.notes import notes
+from harness.reports.pages import table
 from harness.reports.results import Results, averaged_key, load_results
 from harness.reports.settings import objectives, settings
 from harness.reports.tables import count

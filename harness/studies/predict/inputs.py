@@ -57,9 +57,9 @@ def read_inputs(place: Path, preparation: Preparation, classes: Sequence[str]) -
 
 def _images(place: Path, shape: tuple[int, ...], classes: Sequence[str]) -> Inputs:
     skipped = Counter[str]()
-    root, found = (place, list(_walk(place))) if place.is_dir() else (place.parent, [place.name])
+    root, paths = (place, list(_walk(place))) if place.is_dir() else (place.parent, [place.name])
     names = []
-    for name in found:
+    for name in paths:
         if any(part.startswith(".") for part in Path(name).parts):
             skipped["hidden"] += 1
         elif (kind := Path(name).suffix.lower()) in IMG_EXTENSIONS:

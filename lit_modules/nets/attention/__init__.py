@@ -8,7 +8,7 @@ from lit_modules.nets.attention.differential import DifferentialAttention
 from lit_modules.nets.attention.gated import GatedLinearAttention
 from lit_modules.nets.attention.kernels import Backend, use_kernel
 from lit_modules.nets.attention.latent import LatentAttention
-from lit_modules.nets.attention.linear import LinearAttention
+from lit_modules.nets.attention.linear import FeatureMap, LinearAttention
 from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
@@ -22,6 +22,7 @@ __all__ = [
     "CrossAttention",
     "DeltaAttention",
     "DifferentialAttention",
+    "FeatureMap",
     "GatedLinearAttention",
     "LatentAttention",
     "LinearAttention",

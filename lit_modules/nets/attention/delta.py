@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_modules.nets.attention.chunks import Chunks, restart
-from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer, widen
+from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer
 
 
 def recurrent(

@@ -9,15 +9,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.attend import Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.cached import CachedAttention
 from lit_modules.nets.attention.heads import check_heads
 from lit_modules.nets.attention.kernels import Backend
-from lit_modules.nets.attention.masks import check_mask, narrow
 from lit_modules.nets.attention.positions import Rotary
+from lit_modules.nets.attention.precision import widen
 
 DEVIATION = 0.1  # of the first numbers that make λ
 
 
-class DifferentialAttention(nn.Module):
+class DifferentialAttention(CachedAttention):
     """Differential attention: norm((softmax(s q₁ k₁ᵀ) - λ softmax(s q₂ k₂ᵀ)) v) (1 - λ₀), in the layout of diffllama.
 
     Heads i and i + H/2 of H are a pair, whose values are 2 d wide. λ = e^(a₁·b₁) - e^(a₂·b₂) + λ₀ is learnt, and
@@ -80,17 +81,12 @@ class DifferentialAttention(nn.Module):
         Raises:
             BadInput: as `SelfAttention.forward`.
         """
-        if x.is_nested:
-            raise BadInput("x", "nested tensors", "texts of one length (B, T, D), padded and masked")
+        self.check_input(x, cache, mask)
         past, empty = 0 if cache is None else cache.length, None
         query, key, value = self._heads(x, past)
         if cache is None:
-            mask, empty = self._mask(x, mask, query.dtype)
+            mask, empty = self.narrow_mask(x, mask, 1, query.dtype)
         else:
-            if not self.causal:
-                raise BadInput("cache", "a Cache", "None, but for causal attention")
-            if mask is not None:
-                raise BadInput("mask", tuple(mask.shape), "None with a cache, whose `padding` says what is no text")
             key, value = cache.append(key, value)
             mask = cache.mask(x.shape[1], x.device)
         causal = self.causal and mask is None and not past
@@ -105,16 +101,10 @@ class DifferentialAttention(nn.Module):
     def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the signed weights (B, H / 2, T, T) of each pair, softmax₁ - λ softmax₂; 0 where one sees nothing."""
         query, key, _ = self._heads(x, 0)
-        mask, empty = self._mask(x, mask, query.dtype)
+        mask, empty = self.narrow_mask(x, mask, 1, query.dtype)
         first, second = attention_weights(query, key, self.form, mask, self.causal and mask is None).chunk(2, 1)
         weights: Tensor = first - self.difference.factor() * second
         return weights if empty is None else weights.where(~empty, 0.0)
-
-    def new_cache(self, max_length: int, padding: Tensor | None = None) -> Cache:
-        """Return an empty cache for texts of up to `max_length` tokens."""
-        if not self.causal:
-            raise BadInput("causal", False, "True: only causal attention has a cache")
-        return Cache(max_length, padding)
 
     def cache_bytes(self, tokens: int, element_size: int) -> int:
         """Return the bytes that a text's cache takes after so many tokens."""
@@ -135,12 +125,6 @@ class DifferentialAttention(nn.Module):
             places = torch.arange(past, past + x.shape[1], device=x.device)
             query, key = self.position.rotate(places, query, key)
         return [part.transpose(1, 2) for part in (query, key, value)]
-
-    def _mask(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        if mask is None:
-            return None, None
-        mask = check_mask(mask, len(x), 1, x.shape[1], x.shape[1])
-        return narrow(mask if mask.dtype == torch.bool else mask.to(dtype), self.causal)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, causal={self.causal}"
@@ -163,6 +147,6 @@ class _Difference(nn.Module):
     def forward(self, pairs: Tensor) -> Tensor:
         first, second = pairs.unbind(3)
         x = first - self.factor() * second
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = widen(x)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * (1 - self.first_factor)

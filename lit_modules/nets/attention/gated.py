@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, restart, scan
-from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer, widen
+from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer
 
 
 def recurrent(

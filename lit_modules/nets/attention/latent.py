@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.attend import Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.cached import CachedAttention
 from lit_modules.nets.attention.heads import check_dropout, check_widths
 from lit_modules.nets.attention.kernels import Backend
-from lit_modules.nets.attention.masks import check_mask, narrow
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CachedAttention):
     """Multi-head latent attention, with the rotary part of keys shared by all heads.
 
     c = norm(x W_a) of `kv_rank` numbers holds keys and values of all heads: k = [c W_k, rotated x W_r], v = c W_v,
@@ -91,18 +91,13 @@ class LatentAttention(nn.Module):
         Raises:
             BadInput: as `SelfAttention.forward`.
         """
-        if x.is_nested:
-            raise BadInput("x", "nested tensors", "texts of one length (B, T, D), padded and masked")
+        self.check_input(x, cache, mask)
         past, dropout = 0 if cache is None else cache.length, self.dropout if self.training else 0.0
         query, latents = self._project(x, past)
         empty = None
         if cache is None:
-            mask, empty = self._mask(x, mask, query.dtype)
+            mask, empty = self.narrow_mask(x, mask, self.num_heads, query.dtype)
         else:
-            if not self.causal:
-                raise BadInput("cache", "a Cache", "None, but for causal attention")
-            if mask is not None:
-                raise BadInput("mask", tuple(mask.shape), "None with a cache, whose `padding` says what is no text")
             latents, _ = cache.append(latents[:, None], latents[:, None, :, :0])  # one head, and no values beside it
             latents, mask = latents[:, 0], cache.mask(x.shape[1], x.device)
         if past:
@@ -116,15 +111,9 @@ class LatentAttention(nn.Module):
     def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention weights (B, H, T, T) of tokens (B, T, D), without dropout; 0 where one sees nothing."""
         query, latents = self._project(x, 0)
-        mask, empty = self._mask(x, mask, query.dtype)
+        mask, empty = self.narrow_mask(x, mask, self.num_heads, query.dtype)
         weights = attention_weights(query, self._expand(latents)[0], self.form, mask, self.causal and mask is None)
         return weights if empty is None else weights.where(~empty, 0.0)
-
-    def new_cache(self, max_length: int, padding: Tensor | None = None) -> Cache:
-        """Return an empty cache for texts of up to `max_length` tokens."""
-        if not self.causal:
-            raise BadInput("causal", False, "True: only causal attention has a cache")
-        return Cache(max_length, padding)
 
     def cache_bytes(self, tokens: int, element_size: int) -> int:
         """Return the bytes that a text's cache takes after so many tokens."""
@@ -170,12 +159,6 @@ class LatentAttention(nn.Module):
         mixed = attend(asking, one, one, Form(scale, None, self.form.backend), mask, False, dropout)
         absorbed: Tensor = mixed[..., : self.kv_rank] @ to_value.mT
         return absorbed
-
-    def _mask(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        if mask is None:
-            return None, None
-        mask = check_mask(mask, len(x), self.num_heads, x.shape[1], x.shape[1])
-        return narrow(mask if mask.dtype == torch.bool else mask.to(dtype), self.causal)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, causal={self.causal}, position={self.position}"

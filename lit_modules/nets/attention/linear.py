@@ -34,7 +34,7 @@ def recurrent(
     for place, (query, key, value) in enumerate(zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)):
         state = restart(state, starts, place) + key[..., :, None] * value[..., None, :]
         outputs.append((query[..., None, :] @ state)[..., 0, :])
-    return _normalise(torch.stack(outputs, 2)), state
+    return normalise(torch.stack(outputs, 2)), state
 
 
 def chunked(
@@ -47,7 +47,7 @@ def chunked(
     inside = (q @ k.mT * chunks.earlier) @ v
     factors = chunks.passes(q.new_ones(1, 1, q.shape[2], 1, 1))
     before, state = scan(factors, chunks.writes(k).mT @ v, state)
-    return _normalise(chunks.join(inside + chunks.reads(q) @ before)), state
+    return normalise(chunks.join(inside + chunks.reads(q) @ before)), state
 
 
 def parallel(
@@ -63,7 +63,7 @@ def _with_ones(q: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tens
     return v, v.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if state is None else state
 
 
-def _normalise(x: Tensor) -> Tensor:
+def normalise(x: Tensor) -> Tensor:
     """Divide (..., e + 1) by its last column. Features of far apart q and k may have a product that rounds to 0."""
     return x[..., :-1] / x[..., -1:].clamp(min=torch.finfo(x.dtype).tiny)
 

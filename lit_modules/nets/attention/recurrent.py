@@ -12,15 +12,11 @@ from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import find_starts
 from lit_modules.nets.attention.convolution import ShortConvolution
 from lit_modules.nets.attention.heads import check_heads
+from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 # (q, k, v, *gates, state=, starts=, ...) -> outputs (B, H, T, e) and the state (B, H, f, e) after the last token
 Form = Callable[..., tuple[Tensor, Tensor]]
-
-
-def widen(x: Tensor) -> Tensor:
-    """Cast to float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class State:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from lit_modules.nets.attention.precision import widen
+
 
 class RMSNorm(nn.Module):
     """x / √(mean x² + eps) times a weight, over the last dimension D; computed in float32 at least, as Llama's.
@@ -22,7 +24,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = widen(x)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.unit_offset:
             return (normed * (1 + self.weight.to(wide.dtype))).to(x.dtype)

@@ -10,14 +10,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.attend import Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.cached import CachedAttention
 from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
 from lit_modules.nets.attention.kernels import Backend
-from lit_modules.nets.attention.masks import check_mask, narrow, visible
+from lit_modules.nets.attention.masks import visible
 from lit_modules.nets.attention.positions import Alibi, Position, Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(CachedAttention):
     """Multi-head self-attention, softmax(s q kᵀ) v, with queries, keys and values from one matrix.
 
     Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so it is not keyed as
@@ -106,7 +107,7 @@ class SelfAttention(nn.Module):
                 cache is full, or passed to attention that is not causal, with jagged texts, a mask or gradients; a
                 nested tensor is strided, or of a form that has no kernel for it.
         """
-        self._check_input(x, cache, mask)
+        self.check_input(x, cache, mask)
         empty = None
         if cache is None:
             query, key, value = self._heads(x)
@@ -134,7 +135,7 @@ class SelfAttention(nn.Module):
 
         They are computed apart from `forward`, since no kernel returns them.
         """
-        self._check_input(x, None, mask)
+        self.check_input(x, None, mask)
         if x.is_nested:
             raise BadInput("x", "nested tensors", "texts of one length (B, T, D)")
         query, key, _ = self._heads(x)
@@ -142,12 +143,6 @@ class SelfAttention(nn.Module):
         mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
         weights = attention_weights(query, key, self.form, mask, self.causal and mask is None)
         return weights if empty is None else weights.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
-
-    def new_cache(self, max_length: int, padding: Tensor | None = None) -> Cache:
-        """Return an empty cache for texts of up to `max_length` tokens; with a window it keeps only what that needs."""
-        if not self.causal:
-            raise BadInput("causal", False, "True: only causal attention has a cache")
-        return Cache(max_length, padding, self.window, self.sinks)
 
     def cache_bytes(self, tokens: int, element_size: int) -> int:
         """Return the bytes that a text's cache takes after so many tokens."""
@@ -163,14 +158,13 @@ class SelfAttention(nn.Module):
             plan["gate"] = ColwiseParallel()
         return plan | {"out": RowwiseParallel()}
 
-    def _check_input(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> None:
+    def check_input(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> None:
         if x.is_nested and x.layout != torch.jagged:
             raise BadInput("", "nested tensors", "torch.nested.nested_tensor(texts, layout=torch.jagged)")
         if cache is not None:
-            if not self.causal or x.is_nested:
+            if x.is_nested:
                 raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
-            if mask is not None:
-                raise BadInput("mask", tuple(mask.shape), "None with a cache, whose `padding` says what is no text")
+            self.check_cache(cache, mask)
             if cache.window is not None and (cache.window, cache.sinks) != (self.window, self.sinks):
                 raise BadInput("cache", f"a Cache of window {cache.window}", f"the layer's window, {self.window}")
         if x.is_nested:
@@ -231,8 +225,7 @@ class SelfAttention(nn.Module):
             return None, None
         places, empty = torch.arange(x.shape[1], device=x.device), None
         if mask is not None:
-            mask = check_mask(mask, len(x), self.num_heads, x.shape[1], x.shape[1])
-            mask, empty = narrow(mask, self.causal, self.window, self.sinks)
+            mask, empty = self.narrow_mask(x, mask, self.num_heads, dtype)
         elif self.window is not None or (self.causal and isinstance(self.position, Alibi)):
             mask = visible(places, places, self.window, self.sinks)
         return self._add_bias(mask, places, places, dtype), empty
@@ -247,8 +240,6 @@ class SelfAttention(nn.Module):
 
     def _add_bias(self, mask: Tensor | None, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Add the bias of `Alibi` for queries and keys at these places to a mask, in the type of the queries."""
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(dtype)
         if not isinstance(self.position, Alibi):
             return mask
         slopes = torch.tensor(self.position.slopes(self.num_heads), dtype=dtype, device=queries.device)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, find_starts, scan
 from lit_modules.nets.attention.heads import check_heads
-from lit_modules.nets.attention.linear import MAPS, FeatureMap
+from lit_modules.nets.attention.linear import MAPS, FeatureMap, normalise
 from lit_modules.nets.attention.positions import Rotary
-from lit_modules.nets.attention.recurrent import widen
+from lit_modules.nets.attention.precision import widen
 
 Part = Literal["both", "window", "linear"]
 
@@ -121,11 +121,6 @@ def _weigh(
 def _shift(x: Tensor) -> Tensor:
     """Give each chunk (B, H, n, C, d) the one before it, and the first one zeros."""
     return F.pad(x[:, :, :-1], (0, 0, 0, 0, 1, 0))
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Divide (..., e) by its last column."""
-    return x[..., :-1] / x[..., -1:].clamp(min=torch.finfo(x.dtype).tiny)
 
 
 class WindowCache:
