@@ -1,4 +1,4 @@
-"""The cases of the study: kernels, decoding, a block, layers beside torch's, the tutorial's shapes; the options."""
+"""The cases of the study: kernels, windows, decoding, a block, layers beside torch's, the tutorial's; the options."""
 
 import math
 import random
@@ -12,14 +12,15 @@ from apprentice.errors import BadInput
 from harness import cli
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn", "flex")
-PARTS = ("kernels", "decoding", "blocks", "layers", "tutorial", "profile")
+PARTS = ("kernels", "windows", "decoding", "blocks", "layers", "tutorial", "profile")
 LAYERS = ("SelfAttention", "MultiheadAttention", "Block", "TransformerEncoderLayer")  # each beside torch's own
 WITH_MLP = LAYERS[2:]
 LONGEST = 2**20  # tokens
 DTYPES = ("float32", "float16", "bfloat16")
 QUICK = {
     "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
-    "parts": ["kernels", "decoding", "blocks", "profile"], "seconds": 0.001, "cache_lengths": [16, 32],
+    "parts": ["kernels", "windows", "decoding", "blocks", "profile"], "seconds": 0.001, "cache_lengths": [16, 32],
+    "window": 4,
 }  # fmt: skip
 
 
@@ -30,11 +31,12 @@ class Options(cli.OneSeedOptions):
     Args:
         exact: none; nothing is trained.
         device: auto takes a GPU where there is one.
-        parts: measure just these of kernels, decoding, blocks, layers, tutorial, profile.
+        parts: measure just these of kernels, windows, decoding, blocks, layers, tutorial, profile.
         backends: just these kernels, such as --backends math flash; all when not given.
         dtypes: of float32, float16 and bfloat16.
         lengths: tokens of a text, for the kernels.
         block_lengths: tokens of a text, for the block and for layers, eager and compiled.
+        window: the keys that a token sees, itself one of them, for windows, in texts of `lengths`.
         cache_lengths: cached tokens that one query attends to, for decoding; 1024 and 8192 when not given.
         kv_heads: heads of keys and values, for decoding; when not given as many as heads, a quarter, and 1.
         tokens: of a batch, as near as texts of a length come to it.
@@ -51,6 +53,7 @@ class Options(cli.OneSeedOptions):
     dtypes: list[str] = field(default_factory=lambda: list(DTYPES), metadata=cli.GROWS.metadata)
     lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
     block_lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
+    window: int = 128
     cache_lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
     kv_heads: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
     tokens: int | None = None
@@ -65,7 +68,7 @@ class Options(cli.OneSeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tokens", "heads", "head_dim"):
+        for name in ("tokens", "heads", "head_dim", "window"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(name, value, "at least 1")
         for name in ("seconds", "longest"):
@@ -102,16 +105,20 @@ class Case:
     bias: bool = True  # whether the block's projections have one
     dropout: float = 0.0  # of the block, in training
     tutorial_us: float | None = None  # what PyTorch's tutorial prints for it
+    window: int | None = None  # of which a token sees itself and the tokens before it
+    masked: bool = False  # whether a window is a mask of all tokens, or bands where our layers take these
     kv_heads: int | None = None  # of decoding, in which one query of a text attends to its `length` cached tokens
 
     @property
     def name(self) -> str:
         """Return the row's name: `kernels: flash, float32, 4 x 512, forward`; a block has `jagged eager`.
 
-        Of decoding it is `decoding: flash 8 over 2, ...`.
+        Of decoding it is `decoding: flash 8 over 2, ...`; of windows `windows: mask of 128, ...`.
         """
         layout, mode = "dense" if self.lengths is None else "jagged", "compiled" if self.compiled else "eager"
         what = f"{self.layer or layout} {mode}" if self.block else self.backend
+        if self.window is not None:
+            what = f"{'mask' if self.masked else 'bands'} of {self.window}"
         what = what if self.kv_heads is None else f"{what} {self.heads} over {self.kv_heads}"
         return f"{self.part}: {what}, {self.dtype}, {self.batch} x {self.length}, {self.direction}"
 
@@ -128,7 +135,7 @@ class Case:
         """Count floating-point operations of a call, with padding.
 
         Attention has 4 T² D, half of it if causal, and 2.5 times as many backward (FlashAttention-2, Dao 2023, section
-        4.1); that of one query 4 T D.
+        4.1); that of one query 4 T D. A window counts as all tokens.
         """
         if self.kv_heads is not None:
             return 4 * self.width * sum(self.tokens)
@@ -175,6 +182,11 @@ def all_cases(options: Namespace, device: str) -> list[Case]:
             replace(case, backend=backend)
             for case in cases_of("kernels", options.lengths or lengths)
             for backend in backends
+        ],
+        "windows": [
+            replace(case, window=window, masked=masked)
+            for case in cases_of("windows", options.lengths or lengths)
+            for window, masked in ((None, False), (options.window, True), (options.window, False))
         ],
         "decoding": [
             replace(case, length=length, kv_heads=kv, backend=backend, causal=False)

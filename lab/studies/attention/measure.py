@@ -24,6 +24,7 @@ from lab.studies.isolation import call_isolated, can_fork
 from lab.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, use_kernel
 from lit_modules.nets.attention.attend import Form, attend
+from lit_modules.nets.attention.masks import CausalMask
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
@@ -58,6 +59,7 @@ class Row(TypedDict, total=False):
     heads: int
     head_dim: int
     kv_heads: int | None
+    window: int | None
     block: bool
     backend: str
     backward: bool
@@ -221,6 +223,10 @@ def open_call(case: Case, device: torch.device) -> Iterator[Call]:
         )
         if case.backend == "flex":
             forward = partial(attend, query, key, value, Form(backend="flex"), None, case.causal)
+        if case.window is not None:
+            seen = CausalMask(case.window)
+            mask = seen.tensor(case.length, device) if case.masked else seen
+            forward = partial(attend, query, key, value, Form(), mask)
         chosen = nullcontext() if case.backend == "flex" else use_kernel(case.backend, *inputs, None, 0.0, case.causal)
         with chosen:
             yield (lambda: torch.autograd.grad(forward(), inputs, grad)) if case.backward else forward

@@ -22,6 +22,10 @@ KERNELS = (
     "Kernels by themselves, causal. µs: median time of a call, by torch.utils.benchmark; auto names the kernel that "
     "torch takes by itself. TFLOP/s of the fastest, and their share of the peak."
 )
+WINDOWS = (
+    "Causal attention to all earlier tokens, and to a sliding window: as a mask of all tokens, and in bands, which our "
+    "layers take in long texts. µs a call, and MiB that it takes beyond its inputs."
+)
 DECODING = (
     "Decoding: one query of each head attends to the cached tokens of a text, µs a call. Heads of queries over heads "
     "of keys; queries that share keys are rows of one head. Bytes a token: keys and values of a layer in the cache."
@@ -61,6 +65,7 @@ def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str])
     ran = group_by((row for row in rows if row["refused"] is None), lambda row: row["part"])
     functions = {
         "kernels": (KERNELS, kernels),
+        "windows": (WINDOWS, windows),
         "decoding": (DECODING, decoding),
         "blocks": (BLOCKS, blocks),
         "layers": (LAYERS, blocks),
@@ -115,6 +120,19 @@ def _microseconds(row: Row | None, with_kernel: bool = False) -> str:
     if row is None or row["refused"] is not None:
         return NONE
     return f"{short(row['microseconds'])}{' ' + row['kernel'] if with_kernel else ''}"
+
+
+def windows(rows: Sequence[Row]) -> Table:
+    """Make a table with a line for a type, a direction and a length, and columns for all tokens, a mask and bands."""
+    kinds = list(dict.fromkeys(kind_of(row) for row in rows))
+    names = ["all" if kind == "auto" else kind for kind in kinds]
+    body = []
+    for line, line_rows in group_by(rows, _line).items():
+        by_kind = {kind_of(row): row for row in line_rows}
+        memory = (by_kind[kind].get("peak_bytes") if kind in by_kind else None for kind in kinds)
+        sizes = [NONE if peak is None else short(peak / MIB) for peak in memory]
+        body.append([*line, *(_microseconds(by_kind.get(kind)) for kind in kinds), *sizes])
+    return Table(["type", "pass", "texts", f"µs: {names[0]}", *names[1:], f"MiB: {names[0]}", *names[1:]], body, left=3)
 
 
 def decoding(rows: Sequence[Row]) -> Table:
