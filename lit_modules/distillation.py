@@ -197,7 +197,7 @@ class Distillation(ScoredBesideTeacher):
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
         averages = [net for net in map(self.average_of, self.runs) if net is not None]
-        parts = [part for s in self.students.values() for part in (s.net, *s.objective.parts())]
+        parts = [part for s in self.students.values() for part in (*s.objective.parts(), s.net)]  # some are the net's
         teachers = [] if isinstance(self.teacher, Absent) else [self.teacher]
         return [*teachers, *averages, *parts]
 
@@ -300,6 +300,13 @@ class Distillation(ScoredBesideTeacher):
             self.check_batch(count)
         self.teacher_samples += count * self.passes()
         return super().on_global_batch(means, count)
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Also those of nets of which an objective trains a part for now."""
+        resting = [student for student in self.students.values() if not student.objective.trains_all()]
+        trained = {p for student in resting for part in student.objective.parts() for p in part.parameters()}
+        parameters = [p for student in resting for p in student.net.parameters() if p not in trained]
+        return [*super().idle_parameters(), *parameters]
 
     def check_batch(self, count: int) -> None:
         """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""

@@ -73,6 +73,9 @@ class Sum(Objective):
                 objective.build(student, teacher)
         self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
 
+    def trains_all(self) -> bool:
+        return any(objective.trains_all() for _, objective in self._parts())
+
     def parts(self) -> list[nn.Module]:
         return [part for _, objective in self._parts() for part in objective.parts()]
 
