@@ -361,7 +361,11 @@ class Distillation(ScoredBesideTeacher):
         """A copy of a student, in training mode, whose steps are measured."""
         return copy.deepcopy(self.students[run]).train()
 
-    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+    def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
+        phases = self.students[run].objective.phases()
+        return [(share, self.step_alone(run, batch, progress)) for share, progress in phases]
+
+    def step_alone(self, run: str, batch: Batch, progress: float = 0.0) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = self.copy_student(run)
         parts = self.parts_alone(run, batch)
@@ -376,7 +380,8 @@ class Distillation(ScoredBesideTeacher):
             student.zero_grad()
             loss = torch.zeros((), device=self.device)
             for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
-                outputs, place = {run: student(part.inputs), **peers}, self._place(part)
+                outputs = {run: student(part.inputs), **peers}
+                place = self._place(part)._replace(progress=progress)
                 losses = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), part, place)
                 loss = loss + losses[run].part
             return loss

@@ -96,6 +96,10 @@ class Learner(RunMetrics):
         """
         raise NotImplementedError
 
+    def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
+        """Steps of a copy of one run, for each part of its training with a cost of its own, and the share of each."""
+        return [(1.0, self.step_alone(run, batch))]
+
     def inspect_labels(self, batch: Any) -> None:
         """Also keep the `label_weight` of a plain pair, for a strategy that cuts it in shards."""
         super().inspect_labels(batch)

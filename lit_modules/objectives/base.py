@@ -153,6 +153,10 @@ class Objective(Recorded, nn.Module, ABC):
         """Whether the terms at this place train the whole net; else its parameters that are not in `parts` rest."""
         return True
 
+    def phases(self) -> Sequence[tuple[float, float]]:
+        """Return shares of the training in which steps cost the same, which sum to 1, and the progress of each."""
+        return ((1.0, 0.0),)
+
     @abstractmethod
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         """Return the terms of b samples. In training all outputs are float32 or float64, also under autocast.

@@ -1,5 +1,6 @@
 """A student's attention is aligned with the teacher's, block by block, then its logits (MOHAWK, LoLCATs)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,6 +123,11 @@ class Linearize(Hinton):
         """What is trained now: maps, mixers or logits."""
         progress = self.place.progress
         return "maps" if progress < self.maps_until else "mixers" if progress < self.mixers_until else "logits"
+
+    def phases(self) -> Sequence[tuple[float, float]]:
+        ends = self.maps_until, self.mixers_until, 1.0
+        starts = 0.0, *ends[:-1]
+        return [(end - start, start) for start, end in zip(starts, ends, strict=True) if end > start]
 
     def trains_all(self) -> bool:
         return self.phase == "logits"

@@ -65,7 +65,7 @@ def test_heads_that_share_a_key_get_one_each(mixer: Any) -> None:
 
 @pytest.mark.extras("transformers")
 def test_a_llama_teacher_becomes_our_gpt(tmp_path: Path) -> None:
-    save_llama(tmp_path)
+    save_llama(tmp_path, num_hidden_layers=2)
     teacher = HuggingFaceLM(str(tmp_path), 11, 16, pretrained=True).eval()
     student = _student(Mixer("windowed", window=16), teacher)
     torch.testing.assert_close(_logits(student), _logits(teacher), rtol=1e-4, atol=1e-5)
