@@ -222,6 +222,12 @@ class GPT(Transformer):
             x = block(x) if mask is None else block(x, mask=mask)
         return self._logits(x)
 
+    def end(self, x: Tensor, first: int, counted: Tensor) -> Tensor:
+        """Logits (n, V) of the tokens that count (b, T), of what the block of this number reads, x (b, T, D)."""
+        for block in list(self.blocks)[first:]:
+            x = block(x)
+        return self._logits(x[counted])
+
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(x))
         return logits if self.cap is None else self.cap(logits)

@@ -20,7 +20,7 @@ from lit_modules.nets.layers import INPUT, run
 from lit_modules.nets.mixers import LINEAR, SOFTMAX, TAKEN, Mixers
 
 Replacement = Literal["windowed", "linear", "gated", "delta"]
-ALIGNED, RATE = 50, 1e-2  # steps of Adam by which mixers are aligned before one by one is measured, and their rate
+ALIGNED, RATE = 20, 1e-2  # steps of Adam by which mixers are aligned before one by one is measured, and their rate
 
 
 class Replaced(NamedTuple):
@@ -47,7 +47,7 @@ class Mixer(FromTeacher):
     is a `GPT` with softmax attention, or a `HuggingFaceLM` of a family that `GPT.from_hf` reads, as Llama.
 
     With a number of `softmax_layers` those stay whose replacement costs most: on a few texts that the run trains on,
-    each block's new attention is aligned with the teacher's for 50 steps, and takes its place alone; the blocks
+    each block's new attention is aligned with the teacher's for 20 steps, and takes its place alone; the blocks
     with the largest KL(teacher || this net) stay. A student with blocks chosen by KL is better than with every n-th one
     (2512.20569).
 
@@ -101,16 +101,16 @@ class Mixer(FromTeacher):
         softmax, counted = _as_gpt(teacher), label_mask(labels)
         mixers = [_mixer_of(block) for block in self.make(teacher, Replaced([])).blocks]
         numbers = range(len(mixers))
-        paths = {f"blocks.{number}.attention{end}" for number in numbers for end in (INPUT, "")}
+        ends = f"attention{INPUT}", "attention"
+        paths = {f"blocks.{number}{end}" for number in numbers for end in (INPUT, *(f".{end}" for end in ends))}
         with evaluating(softmax):
             expected = run(softmax, tokens, paths)
-        divergences = []
+        log_t, divergences = expected.logits[counted].log_softmax(-1), list[float]()
         for number, mixer in enumerate(mixers):
-            x, y = (expected.features[f"blocks.{number}.attention{end}"] for end in (INPUT, ""))
+            x, y = (expected.features[f"blocks.{number}.{end}"] for end in ends)
             _align(mixer, x, y, counted)
             with evaluating(softmax), _in_place(softmax, number, mixer):
-                log_s = softmax(tokens)[counted].log_softmax(-1)
-            log_t = expected.logits[counted].log_softmax(-1)
+                log_s = softmax.end(expected.features[f"blocks.{number}{INPUT}"], number, counted).log_softmax(-1)
             divergences.append(F.kl_div(log_s, log_t, reduction="batchmean", log_target=True).item())
             say(f"measured {number + 1} of {len(mixers)} blocks: KL {divergences[-1]:.4f} nats a token")
         largest = sorted(numbers, key=lambda number: -divergences[number])[:count]

@@ -16,7 +16,7 @@ from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores, TokenValues
 
-OF_PARTS = "test_loss_window", "test_loss_linear"  # of attention in two parts: of one alone
+OF_PARTS = "test_loss_window", "test_loss_linear"  # where attention has two parts, of one alone
 BITS = Metric(
     name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
     word="bits per character", title="test bits per character", chart="validation, bits a character",
@@ -25,7 +25,8 @@ BITS = Metric(
 )  # fmt: skip
 BYTES = replace(
     BITS, name="test_bpb", tested=("test_bpb", "test_loss"),
-    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"}, beside=("test_agreement", "test_generated", *OF_PARTS),
+    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"},
+    beside=("test_agreement", "test_generated", *OF_PARTS),
     word="bits per byte", title="test bits per byte", chart="validation, bits a byte", counted="conversations",
     drawn="prompts", of_samples="test_sample_bpb",
 )  # fmt: skip
