@@ -15,7 +15,8 @@ OF_TEXTS = {
     "MiniLM",
     "SequenceLevel",
     "ULD",
-}  # methods that read tokens of texts alone
+}  # methods that read tokens of texts; some take ViTs, too
+OF_VITS = {"AttnDistill"}  # of images, by ViTs alone
 SMALL: dict[str, Any] = {"num_layers": 3, "num_heads": 2, "embed_dim": 12}
 
 

@@ -13,6 +13,7 @@ from lit_modules.nets.attention import (
     SelfAttention,
     any_kernel,
 )
+from lit_modules.nets.attention_maps import attention_maps
 from lit_modules.nets.base import (
     Net,
     Outputs,

@@ -2,6 +2,7 @@
 
 from lit_modules.objectives.adaptive_kl import AdaptiveKL
 from lit_modules.objectives.attention_transfer import AttentionTransfer
+from lit_modules.objectives.attn_distill import AttnDistill
 from lit_modules.objectives.base import FeatureObjective, Objective, Place, Term
 from lit_modules.objectives.cc import CC
 from lit_modules.objectives.cosine import Cosine
