@@ -35,7 +35,7 @@ def test_loss(run: Session, net: nn.Module, device: torch.device) -> float:
     """Return the mean cross-entropy, in nats, of a net's logits (b, T, V) with the test's labels that count."""
     data, total, count = run.data, 0.0, 0
     net.eval()
-    for rows in torch.arange(run.used["test"]).split(data.batch_size):
+    for rows in data.evaluated("test").split(data.batch_size):
         inputs, labels = (x.to(device) for x in data.samples("test", rows))
         logits: Tensor = run_net(net, inputs).logits
         values = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="none")

@@ -48,7 +48,7 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     "linearize": {
         "data": "Chat", "data.max_length": 256, "data.sort_lengths": True,
         "teacher": "GPT", "teacher.num_layers": 2, "teacher.embed_dim": 96, "teacher.position": "rotary",
-        "teacher_epochs": 6, "student": "Mixer",
+        "student": "Mixer",
         "optimizer": "AdamW", "scheduler": "OneCycleLR", "scheduler.max_lr": 3e-3,
         "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
         "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.kd.temperature": 1.0,
