@@ -44,6 +44,7 @@ TAKEN = {  # of these by other mixers
 }
 WINDOW = 64  # of the mixer windowed, if none is given
 MAPPED = ("linear", "windowed")  # that have a feature map
+UNORDERED = ("softmax", "linear")  # of images
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Mixers:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
         if self.mixer not in get_args(Mixer):
             raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(Mixer))}")
+        if not self.causal and self.mixer not in UNORDERED:
+            raise BadInput("mixer", self.mixer, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
@@ -95,8 +98,8 @@ class Mixers:
         if self.mixer == "windowed":
             self._refuse_changed(("full_every", "sinks"), "its default with mixer=windowed: blocks of softmax see all")
         if self.mixer in LINEAR and self.softmax_every is None and self.position in {"rotary", "alibi"}:
-            expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
-            raise BadInput("position", self.position, expected)
+            why = "which has an order of tokens by itself" if self.causal else "which has no scores of pairs"
+            raise BadInput("position", self.position, f"learned or null with mixer={self.mixer}, {why}")
         if self.mixer in TAKEN and self.position == "alibi":
             raise BadInput("position", self.position, f"learned, rotary or null with mixer={self.mixer}")
 
@@ -111,6 +114,8 @@ class Mixers:
         if self.mixer == "softmax" or (self.softmax_every is not None and (number + 1) % self.softmax_every == 0):
             return self._softmax(number)
         chosen = {name: getattr(self, name) for name in ("conv", "feature_map") if getattr(self, name) is not None}
+        if self.mixer == "linear":
+            chosen |= {"causal": self.causal}
         if self.mixer in LINEAR:
             return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias, **chosen)
         taken = {name: getattr(self, name) for name in TAKEN[self.mixer]}
