@@ -12,6 +12,7 @@ from lit_modules.nets import GPT
 OF_TEXTS = {
     "AttentionScores",
     "HiddenStates",
+    "Linearize",
     "MiniLM",
     "SequenceLevel",
     "ULD",

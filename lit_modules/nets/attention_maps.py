@@ -15,8 +15,8 @@ def attention_maps(net: nn.Module, inputs: Tensor, starts: Tensor | None = None)
     """Return the attention weights (B, H, T, T) of a net's blocks, by the paths of their mixers, in the blocks' order.
 
     Row i of a map has what token i takes of each token. Of `ViT`'s tokens the first `token_grid.before` are class and
-    distillation tokens, then come patches row by row. The net runs once, in eval mode and without gradients. Blocks
-    whose mixer has a state in place of weights, such as `DeltaAttention`, are left out.
+    distillation tokens, then come patches row by row. The net runs once, in eval mode and without gradients. What
+    mixers with a state give, such as `DeltaAttention`, need not sum to 1.
 
     Args:
         net: `GPT`, `ViT`, or a net with `Block`s in it.

@@ -61,13 +61,12 @@ def test_maps_of_vit_have_all_tokens() -> None:
     check(net, net.embedding(images.double()), torch.zeros(8, 8, dtype=torch.bool), maps)
 
 
-def test_blocks_with_a_state_are_left_out_and_other_nets_are_refused() -> None:
+def test_all_mixers_have_maps_and_other_nets_are_refused() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     hybrid = GPT(V, T, num_layers=4, num_heads=2, embed_dim=8, mixer="delta", softmax_every=2)
-    assert [*attention_maps(hybrid, tokens)] == ["blocks.1.attention", "blocks.3.attention"]
-    for mixer in ("latent", "differential", "windowed"):
+    assert [*attention_maps(hybrid, tokens)] == [f"blocks.{number}.attention" for number in range(4)]
+    for mixer in ("latent", "differential", "windowed", "linear", "gated", "delta"):
         maps = attention_maps(GPT(V, T, num_layers=1, num_heads=2, embed_dim=8, mixer=mixer), tokens)
         assert [weights.shape[2:] for weights in maps.values()] == [(4, 4)], mixer
-    for net, inputs in ((DeepNN(), torch.zeros(1, 3, 32, 32)), (GPT(V, T, 1, 2, 8, mixer="delta"), tokens)):
-        with pytest.raises(BadInput, match=rf"^net {type(net).__name__}: expected GPT, ViT, or a net of their blocks"):
-            attention_maps(net, inputs)
+    with pytest.raises(BadInput, match=r"^net DeepNN: expected GPT, ViT, or a net of their blocks"):
+        attention_maps(DeepNN(), torch.zeros(1, 3, 32, 32))

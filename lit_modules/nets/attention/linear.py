@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.chunks import Chunks, find_starts, restart, scan
-from lit_modules.nets.attention.masks import mask_texts
-from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.chunks import Chunks, restart, scan
 from lit_modules.nets.attention.recurrent import RecurrentMixer, State
 
 FeatureMap = Literal["elu", "hedgehog", "taylor"]
@@ -174,10 +172,11 @@ class LinearAttention(RecurrentMixer):
         if cache is not None:
             raise BadInput("cache", type(cache).__name__, "None, but for causal attention")
         self._check_padding(x, mask)
-        query, key, value = self._feature_heads(x, None)
+        projected = self.qkv(x)
+        (query, key, value), _ = self._heads(projected, None, None)
         with torch.autocast(x.device.type, enabled=False):
-            mixed = unordered(query, key, value, mask)
-        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+            mixed = unordered(*self.features(query, key), value, mask)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2).to(projected.dtype))
         return output
 
     def new_cache(self, max_length: int, padding: Tensor | None = None) -> State:
@@ -187,17 +186,14 @@ class LinearAttention(RecurrentMixer):
 
     def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention weights (B, H, T, T) of tokens (B, T, D), for a mask as `forward` takes it."""
-        if not self.causal:
-            self._check_padding(x, mask)
-        starts = find_starts(mask, *x.shape[:2]) if self.causal else None
-        query, key, _ = self._feature_heads(x, starts)
-        with torch.autocast(x.device.type, enabled=False):
-            products = query @ key.mT
         if self.causal:
-            products = products * mask_texts(products.new_zeros(1, x.shape[1]) if starts is None else starts)
-        elif mask is not None:
-            products = products * mask[:, None, None]
-        return products / products.sum(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
+            return super().weights(x, mask)
+        self._check_padding(x, mask)
+        (query, key, _), _ = self._heads(self.qkv(x), None, None)
+        with torch.autocast(x.device.type, enabled=False):
+            query, key = self.features(query, key)
+            products = query @ key.mT if mask is None else query @ key.mT * mask[:, None, None]
+            return products / products.sum(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
 
     def _check_padding(self, x: Tensor, mask: Tensor | None) -> None:
         """Raise BadInput unless a mask says what is padding, of tokens without an order."""
@@ -206,15 +202,6 @@ class LinearAttention(RecurrentMixer):
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
             kind = f"{tuple(mask.shape)} {str(mask.dtype).removeprefix('torch.')}"
             raise BadInput("mask", kind, f"{tuple(x.shape[:2])} bool, false for padding, as it is not causal")
-
-    def _feature_heads(self, x: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return features of queries and keys (B, H, T, f), and values (B, H, T, d)."""
-        projected = self.qkv(x)
-        mixed = projected if self.conv is None else self.conv(projected, None, starts)[0]
-        parts = [widen(part).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, -1)]
-        with torch.autocast(x.device.type, enabled=False):
-            query, key = self.features(parts[0], parts[1])
-        return query, key, parts[2]
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.query_map(q), self.key_map(k)
