@@ -203,8 +203,6 @@ REFUSED = {
     "efficient on a CPU": ("efficient", 0.0, False, "No viable backend"),
     "cudnn on a CPU": ("cudnn", 0.0, False, "No viable backend"),
     "dropout in flash": ("flash", 0.1, False, "do not support non-zero dropout"),
-    "causal jagged texts": ("auto", 0.0, True, "not supported when is_causal=True"),
-    "causal jagged texts in math": ("math", 0.0, True, "not supported when is_causal=True"),
     "jagged texts in flash": ("flash", 0.0, True, "Flash attention requires"),
     "jagged texts in cudnn": ("cudnn", 0.0, True, "torch says: .*(CUDA|cuDNN|viable)"),
 }
@@ -213,7 +211,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> None:
     backend, dropout, nested, reason = REFUSED[kind]
-    net = SelfAttention(D, HEADS, True, dropout, backend=backend).double()
+    net = SelfAttention(D, HEADS, not nested, dropout, backend=backend).double()
     x = jagged([noise(4, D), noise(3, D)]) if nested else noise(2, 4, D)
     for _ in range(2):  # torch does not say it once only
         with pytest.raises(BadInput, match=reason) as error:

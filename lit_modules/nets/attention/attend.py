@@ -8,7 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
+from lit_modules.nets.attention.bands import cut_bands, join_bands, uses_bands
+from lit_modules.nets.attention.flex import attend_flex
 from lit_modules.nets.attention.kernels import Backend, check_backend, restrict_kernels, use_kernel
+from lit_modules.nets.attention.masks import CausalMask
 
 
 @dataclass
@@ -33,21 +36,29 @@ class Form:
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and not 0 < value < float("inf"):
                 raise BadInput(name, value, "a number above 0, or None")
-        if self.softcap is not None and self.backend not in {"auto", "math"}:
-            raise BadInput("backend", self.backend, "auto or math: no other kernel has a softcap")
+        if self.softcap is not None and self.backend not in {"auto", "math", "flex"}:
+            raise BadInput("backend", self.backend, "auto, math or flex: no other kernel has a softcap")
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, form: Form, mask: Tensor | None = None, causal: bool = False,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, form: Form, mask: Tensor | CausalMask | None = None,
+    causal: bool = False, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return softmax(s q kᵀ) v (B, H, T, d) of queries (B, H, T, d), keys and values (B, K, n, d), K a divisor of H.
 
-    Query head h uses key head h // (H / K). A mask broadcasts to (B, H, T, n).
+    Query head h uses key head h // (H / K). A mask broadcasts to (B, H, T, n), or is that of a whole text.
 
     Raises:
         BadInput: the backend has no kernel for this input, with torch's reasons.
     """
+    if form.backend == "flex" and len(query):
+        return attend_flex(query, key, value, mask, causal, dropout, form.scale, form.softcap)
+    if isinstance(mask, CausalMask):
+        if uses_bands(mask, query.shape[2]):
+            parts = cut_bands(query, key, value, mask)
+            mixed = [attend(*part[:3], form, part[3], False, dropout) for part in parts]
+            return join_bands(mixed, len(query))
+        mask = mask.tensor(query.shape[2], query.device)
     groups = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if groups > 1 and query.shape[2] == 1 and not query.is_nested:
         # One query: those of a group as rows of one head read its keys once, in half of the time of `enable_gqa`.
@@ -61,7 +72,7 @@ def attend(
         groups = 1
     call = query, key, value, mask, dropout, causal
     options: dict[str, Any] = {"scale": form.scale, "enable_gqa": groups > 1}
-    backend = form.backend
+    backend = "auto" if form.backend == "flex" else form.backend  # of an empty batch, for which flex has no grid
     if backend == "auto" and not query.is_nested:
         return F.scaled_dot_product_attention(*call, **options)
     kernel = (
