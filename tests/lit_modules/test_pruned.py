@@ -234,7 +234,5 @@ def test_blocks_of_a_hybrid_keep_their_kinds() -> None:
     with Subset(net, "blocks", [net.blocks[0], net.blocks[3]]), torch.no_grad():
         torch.testing.assert_close(student(TOKENS), net(TOKENS))
     alone = Pruned(layers=[0, 2])
-    with pytest.raises(
-        BadInput, match=r"layers .*: expected others: with these alone position rotary is refused"
-    ):
+    with pytest.raises(BadInput, match=r"layers .*: expected others: with these alone position rotary is refused"):
         alone.make(net, alone.first(net))
