@@ -1,17 +1,23 @@
 """Attention of queries, keys and values, by torch's kernels or written out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
+from apprentice.keyed import Dropout
 from lit_modules.nets.attention.bands import cut_bands, join_bands, uses_bands
 from lit_modules.nets.attention.flex import attend_flex
+from lit_modules.nets.attention.heads import of_rank
 from lit_modules.nets.attention.kernels import Backend, check_backend, restrict_kernels, use_kernel
 from lit_modules.nets.attention.masks import CausalMask
+
+WRITTEN = {"auto", "math"}  # backends whose weights are written out where some are dropped
+Drop: TypeAlias = Callable[[Tensor], Tensor] | float  # what drops weights, or the probability for a kernel to do so
 
 
 @dataclass
@@ -42,7 +48,7 @@ class Form:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, form: Form, mask: Tensor | CausalMask | None = None,
-    causal: bool = False, dropout: float = 0.0,
+    causal: bool = False, dropout: Drop = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return softmax(s q kᵀ) v (B, H, T, d) of queries (B, H, T, d), keys and values (B, K, n, d), K a divisor of H.
 
@@ -51,22 +57,22 @@ def attend(
     Raises:
         BadInput: the backend has no kernel for this input, with torch's reasons.
     """
-    if form.backend == "flex" and len(query):
+    if form.backend == "flex" and len(query) and not callable(dropout):
         return attend_flex(query, key, value, mask, causal, dropout, form.scale, form.softcap)
     if isinstance(mask, CausalMask):
-        if uses_bands(mask, query.shape[2]):
+        if uses_bands(mask, query.shape[2]) and not callable(dropout):
             parts = cut_bands(query, key, value, mask)
             mixed = [attend(*part[:3], form, part[3], False, dropout) for part in parts]
             return join_bands(mixed, len(query))
         mask = mask.tensor(query.shape[2], query.device)
+    if callable(dropout) or form.softcap is not None:
+        weights = attention_weights(query, key, form, mask, causal)
+        return mix(dropout(weights) if callable(dropout) else weights, value)
     groups = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if groups > 1 and query.shape[2] == 1 and not query.is_nested:
         # One query: those of a group as rows of one head read its keys once, in half of the time of `enable_gqa`.
         packed, mask = query.reshape(len(query), -1, groups, query.shape[3]), _pack(mask, groups)
         return attend(packed, key, value, form, mask, False, dropout).reshape(*query.shape[:3], value.shape[3])
-    if form.softcap is not None:
-        weights = attention_weights(query, key, form, mask, causal)
-        return mix(F.dropout(weights, dropout) if dropout else weights, value)
     if groups > 1 and query.is_cuda and (mask is not None or query.dtype in {torch.float32, torch.float64}):
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))  # else torch takes its math kernel
         groups = 1
@@ -111,3 +117,33 @@ def _pack(mask: Tensor | None, groups: int) -> Tensor | None:
     if mask is None or mask.dim() == 2 or mask.shape[1] == 1:
         return mask
     return mask.reshape(len(mask), -1, groups, mask.shape[3])
+
+
+class DropsWeights(nn.Module):
+    """Attention whose weights may be dropped: keyed where they are written out, else as the kernel does by itself.
+
+    Attributes:
+        form: how scores are made, and the kernel.
+        noise: the dropout of weights.
+    """
+
+    form: Form
+    noise: Dropout
+
+    @property
+    def dropout(self) -> float:
+        """The probability of a zero weight that a kernel draws from torch's generator; 0 where it is keyed."""
+        return 0.0 if self.form.backend in WRITTEN else self.noise.p
+
+    def drop(self, heads: int, layer: nn.Module) -> Drop:
+        """Return what drops the weights of so many heads, of which ranks that share the layer have some each."""
+        if not (self.noise.training and self.noise.p):
+            return 0.0
+        if self.form.backend not in WRITTEN:
+            return self.noise.p
+
+        def drop(weights: Tensor) -> Tensor:
+            factors: Tensor = self.noise(weights.new_ones(len(weights), heads, *weights.shape[2:]))
+            return weights * of_rank(factors, weights.shape[1], layer)
+
+        return drop

@@ -8,21 +8,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.attend import Form, attend, attention_weights
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
-from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
+from lit_modules.nets.attention.heads import check_heads, of_rank
 from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.masks import CausalMask, visible
 from lit_modules.nets.attention.positions import Alibi, Position, Rotary, alibi_bias
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
-class SelfAttention(CachedAttention):
+class SelfAttention(CachedAttention, DropsWeights):
     """Multi-head self-attention, softmax(s q kᵀ) v, with queries, keys and values from one matrix.
 
-    Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so it is not keyed as
-    the suite's other dropout is. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
+    Dropout of attention weights is keyed as the suite's other dropout is. For that they are written out, (B, H, T, T);
+    a kernel that is chosen by its name, but math, drops them by itself and draws from torch's generator. Under
+    `torch.compile` a refusal may be a compiler error that quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
@@ -43,6 +45,7 @@ class SelfAttention(CachedAttention):
         gate: whether the heads' output is multiplied by the sigmoid of a projection of x (arXiv:2505.06708).
         head_dim: d, width of a head; None for D / H.
         scale: s of scores; None for 1 / √d.
+        layer: number of its dropout among the dropout layers of a net.
 
     Raises:
         BadInput: a value can't be used, or two can't be combined.
@@ -65,17 +68,18 @@ class SelfAttention(CachedAttention):
         gate: bool = False,
         head_dim: int | None = None,
         scale: float | None = None,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
-        check_dropout(dropout)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if isinstance(position, Rotary) and self.head_dim % 2:
             raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
         _check_window(causal, window, sinks)
         self.form = Form(scale, softcap, backend)
-        self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, float(dropout)
+        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.noise = Dropout(dropout, layer)
         self.position, self.window, self.sinks = position, window, sinks
         rows = [heads * self.head_dim for heads in (num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.qkv = nn.Linear(embed_dim, sum(rows), bias)
@@ -121,8 +125,7 @@ class SelfAttention(CachedAttention):
             key, value = cache.append(key, value)
             seen = self._cached_mask(x, query, cache)
             causal = seen is None and not past  # torch's `is_causal` would count from the first token
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(query, key, value, self.form, seen, causal, dropout)
+        mixed = attend(query, key, value, self.form, seen, causal, self.drop(self.num_heads, self.qkv))
         if empty is not None:
             mixed = mixed.where(~empty, 0.0)
         mixed = mixed.transpose(1, 2).flatten(-2)
@@ -176,6 +179,7 @@ class SelfAttention(CachedAttention):
         plain = self.form.softcap is None and self.window is None and not isinstance(self.position, Alibi)
         return (
             plain
+            and not callable(self.drop(self.num_heads, self.qkv))
             and self.backend != "flex"
             and not (self.causal and (x.device.type == "cpu" or self.backend == "math"))
         )
@@ -277,7 +281,7 @@ class SelfAttention(CachedAttention):
         return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
     def extra_repr(self) -> str:
-        facts = f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+        facts = f"num_heads={self.num_heads}, causal={self.causal}, backend={self.backend}"
         options = {
             "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
             "position": self.position, "window": self.window, "sinks": self.sinks or None,
