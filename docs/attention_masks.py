@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_modules.nets import Alibi, LinearAttention, SelfAttention
-from lit_modules.nets.attention import WindowedLinearAttention, mask_texts
+from lit_modules.nets import Alibi, LinearAttention, SelfAttention, mask_texts
+from lit_modules.nets.attention import WindowedLinearAttention
 
 FILE = Path(__file__).parent / "images" / "attention_masks.svg"
 TOKENS, CELL, PANEL = 8, 14, 140
