@@ -32,16 +32,16 @@ def weights(layer: Any, mask: Tensor | None = None) -> Tensor:
 
 def panels() -> dict[str, list[tuple[str, Tensor]]]:
     """The parts of each panel, each with its colour."""
-    places, width = torch.arange(TOKENS), {"embed_dim": 8, "num_heads": 2}
+    places = torch.arange(TOKENS)
     packed = mask_texts((places >= 3).long()[None] * 3)
     soft = {
-        "all tokens": weights(SelfAttention(**width)),
-        "causal": weights(SelfAttention(**width, causal=True)),
-        "window=3": weights(SelfAttention(**width, causal=True, window=3)),
-        "window=3, sinks=1": weights(SelfAttention(**width, causal=True, window=3, sinks=1)),
+        "all tokens": weights(SelfAttention(8, 2)),
+        "causal": weights(SelfAttention(8, 2, causal=True)),
+        "window=3": weights(SelfAttention(8, 2, causal=True, window=3)),
+        "window=3, sinks=1": weights(SelfAttention(8, 2, causal=True, window=3, sinks=1)),
         "position=Alibi()": weights(SelfAttention(8, 8, causal=True, position=Alibi())),
-        "mask_texts(starts)": weights(SelfAttention(**width, causal=True), packed),
-        "padding mask": weights(SelfAttention(**width, causal=True), places[None] >= 2),
+        "mask_texts(starts)": weights(SelfAttention(8, 2, causal=True), packed),
+        "padding mask": weights(SelfAttention(8, 2, causal=True), places[None] >= 2),
     }
     made = {name: [("softmax", found)] for name, found in soft.items()}
     made["linear"] = [("linear", weights(LinearAttention(8, 2)))]
