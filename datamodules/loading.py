@@ -139,6 +139,11 @@ class LoadedData(LightningDataModule):
             setattr(self.trainer, LIMITS[part], math.ceil(kept / size))
         return ChunkLoader(samples, size, *self._rank_and_replicas(), self._evaluated_places(part, kept))
 
+    def evaluated(self, part: str) -> Tensor:
+        """(k,) int64, the places of `validation` or `test` that are evaluated under the Trainer's limits."""
+        kept = self._samples_in_limit(part, self.trainer)
+        return torch.arange(kept) if kept == self._count(part) else self._evaluated_places(part, kept)
+
     def _evaluated_places(self, part: str, kept: int) -> Tensor:
         """(kept,) int64, sorted, the samples that are evaluated under a limit."""
         return keyed.permutation(len(self.split(part).labels), keyed.fold_in(self.seed, 4))[:kept].sort().values

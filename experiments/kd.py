@@ -38,7 +38,7 @@ from harness.runs.session import session
 from harness.runs.taught import TEACHER, row_of
 from harness.studies import zoo
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, given_by_data, is_pruned, learner_options
+from harness.studies.choices import build_net, given_by_data, is_from_teacher, learner_options
 from harness.studies.deploy import leaving
 from harness.studies.deploy.language import write_language_models
 from harness.studies.launched import is_job
@@ -269,8 +269,8 @@ class KD(BakeOff):
             objective = arm.objective(config)
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
-            if is_pruned(config, arm.net):
-                students[arm.name] = self.pruning.student(arm.net, seed, teacher), objective
+            if is_from_teacher(config, arm.net):
+                students[arm.name] = self.made.student(arm.net, seed, teacher), objective
             else:
                 students[arm.name] = build_net(session, arm.net, seed_of_net), objective
             if arm.optimizer:

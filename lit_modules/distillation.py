@@ -197,7 +197,7 @@ class Distillation(ScoredBesideTeacher):
     def sharded_modules(self) -> list[nn.Module]:
         """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
         averages = [net for net in map(self.average_of, self.runs) if net is not None]
-        parts = [part for s in self.students.values() for part in (s.net, *s.objective.parts())]
+        parts = [part for s in self.students.values() for part in (*s.objective.parts(), s.net)]  # some are the net's
         teachers = [] if isinstance(self.teacher, Absent) else [self.teacher]
         return [*teachers, *averages, *parts]
 
@@ -301,6 +301,13 @@ class Distillation(ScoredBesideTeacher):
         self.teacher_samples += count * self.passes()
         return super().on_global_batch(means, count)
 
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Also those of nets of which an objective trains a part for now."""
+        resting = [student for student in self.students.values() if not student.objective.trains_all()]
+        trained = {p for student in resting for part in student.objective.parts() for p in part.parameters()}
+        parameters = [p for student in resting for p in student.net.parameters() if p not in trained]
+        return [*super().idle_parameters(), *parameters]
+
     def check_batch(self, count: int) -> None:
         """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""
         for objective in self._objectives.values():
@@ -354,7 +361,11 @@ class Distillation(ScoredBesideTeacher):
         """A copy of a student, in training mode, whose steps are measured."""
         return copy.deepcopy(self.students[run]).train()
 
-    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+    def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
+        phases = self.students[run].objective.phases()
+        return [(share, self.step_alone(run, batch, progress)) for share, progress in phases]
+
+    def step_alone(self, run: str, batch: Batch, progress: float = 0.0) -> Callable[[], Tensor]:
         """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
         student = self.copy_student(run)
         parts = self.parts_alone(run, batch)
@@ -369,7 +380,8 @@ class Distillation(ScoredBesideTeacher):
             student.zero_grad()
             loss = torch.zeros((), device=self.device)
             for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
-                outputs, place = {run: student(part.inputs), **peers}, self._place(part)
+                outputs = {run: student(part.inputs), **peers}
+                place = self._place(part)._replace(progress=progress)
                 losses = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), part, place)
                 loss = loss + losses[run].part
             return loss

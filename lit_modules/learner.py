@@ -96,6 +96,10 @@ class Learner(RunMetrics):
         """
         raise NotImplementedError
 
+    def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
+        """Steps of a copy of one run, for each part of its training with a cost of its own, and the share of each."""
+        return [(1.0, self.step_alone(run, batch))]
+
     def inspect_labels(self, batch: Any) -> None:
         """Also keep the `label_weight` of a plain pair, for a strategy that cuts it in shards."""
         super().inspect_labels(batch)
@@ -161,8 +165,7 @@ class Learner(RunMetrics):
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch of `count` rows by its means, `<run>/<what>` to value.
 
-        A run with a value that is not finite has failed, on all ranks alike. Returns the parameters of failed and of
-        stopped runs, which no longer step.
+        A run with a value that is not finite has failed, on all ranks alike. Returns those of `idle_parameters`.
         """
         counts = {name: value for name, value in means.items() if name in {LABELLED, TOKENS, TEXTS}}
         means = {name: value for name, value in means.items() if name not in counts}
@@ -176,6 +179,10 @@ class Learner(RunMetrics):
             self.log_training(alive, count, counts)
         else:
             self.trainer.should_stop = True
+        return self.idle_parameters()
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that take no step now: those of failed and of stopped runs."""
         return self._parameters_of(self.inactive)
 
     def _fail(self, run: str, term: str) -> None:
@@ -295,7 +302,7 @@ class Learner(RunMetrics):
             for run in overflowed:
                 if self.loss_scales.scalers[run].get_scale() < HOPELESS:
                     self._fail(run, "gradient")
-        for p in self._parameters_of({*self.inactive, *overflowed}):
+        for p in [*self.idle_parameters(), *self._parameters_of(overflowed)]:
             p.grad = None
         if self.loggers and self.is_logged(self.global_step + 1):
             self._log_step(optimizer)

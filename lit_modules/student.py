@@ -97,9 +97,13 @@ class Student(nn.Module):
         """The losses of this student from the outputs of all for a rank's rows."""
         if batch.starts is not None:
             self.check_packed(name)
+        self.objective.place = place
         rows = self.rows(name, teacher, students, batch)
         total, values = self.losses(rows, place, batch.label_weight, batch.class_weights)
-        return Losses(batch.mean(total), total, values)
+        part = batch.mean(total)
+        if not self.objective.trains_all():
+            part = part + zero_of([self.net], part.device)
+        return Losses(part, total, values)
 
     def check_packed(self, name: str) -> None:
         """Raise BadInput if the objective compares rows, which hold several texts each, and not their tokens."""

@@ -14,7 +14,14 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -37,6 +44,7 @@ EXPECTED = {
     "layers are no longer whole",
     "data is not allocated yet": f"{NORM}, as each rank has a part of a gradient",
 }
+MAPS = "weights"  # the method of attention that gives its maps: an objective may call it in place of `forward`
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -199,6 +207,8 @@ class FSDP(SharedReplica):
         for m in dict.fromkeys([*norms, module]):
             if not isinstance(m, FSDPModule):
                 fully_shard(m, mesh=self._mesh, mp_policy=self._policy(m, is_layer), **options)
+                if callable(getattr(m, MAPS, None)):
+                    register_fsdp_forward_method(m, MAPS)
 
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:

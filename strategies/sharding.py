@@ -97,7 +97,7 @@ class Sharding:
     def _shard(self, unit: nn.Module, shard: Shard) -> None:
         unit.apply(_make_contiguous)
         for layer in layers(unit):
-            shared = [self._is_shared(p, layer) for p in layer.parameters()]
+            shared = [self._is_shared(p, layer) for p in layer.parameters() if p in self._owners]  # not sharded yet
             if shared and not any(shared):
                 shard(layer, True)
         shard(unit, False)

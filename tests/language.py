@@ -12,10 +12,12 @@ from lit_modules.nets import GPT
 OF_TEXTS = {
     "AttentionScores",
     "HiddenStates",
+    "Linearize",
     "MiniLM",
     "SequenceLevel",
     "ULD",
-}  # methods that read tokens of texts alone
+}  # methods that read tokens of texts; some take ViTs, too
+OF_VITS = {"AttnDistill"}  # of images, by ViTs alone
 SMALL: dict[str, Any] = {"num_layers": 3, "num_heads": 2, "embed_dim": 12}
 
 

@@ -71,6 +71,8 @@ FIGURES = (
     ),
     Figure("test_kl", "KL to the teacher, nats", to_digits(4), mean, per_seed=True, on_page=True),
     Figure("test_generated", "score of answers", to_digits(3), mean, per_seed=True, on_page=True),
+    Figure("test_loss_window", "loss, window alone", to_digits(3), mean, per_seed=True, on_page=True),
+    Figure("test_loss_linear", "loss, linear part alone", to_digits(3), mean, per_seed=True, on_page=True),
     Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )  # fmt: skip
 PARAMETERS, STEP, COST = FIGURES[:3]

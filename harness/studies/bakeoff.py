@@ -29,12 +29,12 @@ from harness.studies.choices import (
     check_batch_size,
     check_modules,
     check_net,
-    is_pruned,
+    is_from_teacher,
     judged_by,
     tell_direction,
 )
 from harness.studies.fits import save_classifier
-from harness.studies.pruning import Pruning
+from harness.studies.from_teachers import FromTeachers
 from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
 from harness.studies.stored import StoredOutputs, is_stand_in
 from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
@@ -50,7 +50,7 @@ class BakeOff(SideBySide):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, arms(session.config))
-        self.pruning, self.stored = Pruning(session), StoredOutputs(session, self.arms.values())
+        self.made, self.stored = FromTeachers(session), StoredOutputs(session, self.arms.values())
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -77,8 +77,8 @@ class BakeOff(SideBySide):
             saved = folder / row_of(key)
             loaded[key] = self.teacher(plan.seed, key).net if is_stand_in(saved) else load_net(saved, "out")
         teacher = merge_teachers(loaded, first.teachers)
-        for net in dict.fromkeys(arm.net for arm in plan.arms if is_pruned(self.config, arm.net)):
-            self.pruning.choose(net, plan.seed, teacher)
+        for net in dict.fromkeys(arm.net for arm in plan.arms if is_from_teacher(self.config, arm.net)):
+            self.made.choose(net, plan.seed, teacher)
         return self.students(plan.seed, plan.arms, teacher)
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class BakeOff(SideBySide):
         for key in self.teachers if self.stored.net(first) is None else []:
             with session.tokens_of_teacher():
                 check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
-        for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_pruned(config, arm.net)):
+        for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_from_teacher(config, arm.net)):
             check_net(session, net, trainer)
         with session.tokens_of_teacher():
             for seed in others if "{seed}" in (config.teacher_ckpt or "") else ():

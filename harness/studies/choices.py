@@ -63,8 +63,9 @@ def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any
     BadInput for one that is made of a teacher.
     """
     choice = cli.choice_at(config, key)
-    if is_pruned(config, key):
-        raise BadInput(key, choice.name, "a net by itself; Pruned is a student of kd.py, made of its teacher's weights")
+    if is_from_teacher(config, key):
+        expected = f"a net by itself; {choice.name} is a student of kd.py, made of its teacher's weights"
+        raise BadInput(key, choice.name, expected)
     of_ensemble = {"members": make_members(choice, key, seed, arguments)} if is_ensemble(choice) else {}
     net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **of_ensemble)))
     return net.double() if double else net
@@ -79,9 +80,9 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
     return net
 
 
-def is_pruned(config: Namespace, key: str) -> bool:
+def is_from_teacher(config: Namespace, key: str) -> bool:
     """Return whether the net chosen under a key is made of its teacher's weights."""
-    return issubclass(cli.choice_at(config, key).target, nets.Pruned)
+    return issubclass(cli.choice_at(config, key).target, nets.FromTeacher)
 
 
 def net_spec(run: Session, key: str) -> Spec:
@@ -95,7 +96,7 @@ def trained_spec(run: Session, key: str, net: nn.Module, teacher: str = "teacher
 
     `teacher` is the key under which the teacher was chosen.
     """
-    if is_pruned(run.config, key) and isinstance(net, Recorded):
+    if is_from_teacher(run.config, key) and isinstance(net, Recorded):
         return spec(path_of(type(net)), net.rebuild_arguments(net.init_args))
     chosen = net_spec(run, key)
     if type(net) is import_class(chosen["class_path"], key):

@@ -132,10 +132,12 @@ def measure(module: Learner, arm: Arm, run: str, outcome: Fit, data: InMemoryDat
         inputs, labels = data.samples("train", torch.arange(count), weight.dtype)
         pair = inputs.to(weight.device), labels.to(weight.device)
         with outcome.autocast(), alone(weight.device):
-            step = module.step_alone(run, Batch.of(pair, 0, shared=False))
-            if (operations := flops(step)) is not None:
-                figures["train_flops"] = round(operations / len(labels) * ended["samples"])
-            figures["step_ms"] = milliseconds(step)
+            phases = module.steps_alone(run, Batch.of(pair, 0, shared=False))
+            operations = [flops(step) for _, step in phases]
+            if None not in operations:
+                mean = sum(share * (count or 0) for (share, _), count in zip(phases, operations, strict=True))
+                figures["train_flops"] = round(mean / len(labels) * ended["samples"])
+            figures["step_ms"] = sum(share * milliseconds(step) for share, step in phases)
     return NetRecord(
         arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, ended["epochs"],
         list_epochs(module, run), samples=values, trained_steps=ended["steps"], best_epoch=outcome.best_epochs.get(run),

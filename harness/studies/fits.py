@@ -35,6 +35,7 @@ from harness.studies import costs
 from harness.studies.answers import add_answers
 from harness.studies.budgets import StudentBudget
 from harness.studies.choices import judged_by, learner_options, trained_spec
+from harness.studies.mixer_parts import add_parts
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.learner import Learner
@@ -95,6 +96,7 @@ def fit(
                 if measure is None
                 else measure(module, arm, part, outcome)
             )
+            measured = add_parts(run, plan, net, outcome, measured)
             record.nets[arm.name] = add_answers(run, plan, arm.name, net, outcome, measured)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)

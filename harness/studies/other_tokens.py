@@ -7,9 +7,10 @@ from torch import nn
 
 from apprentice.errors import BadInput
 from datamodules.token_texts import token_texts
+from harness import cli
 from harness.runs.plans import Arm
 from harness.runs.session import TOKENIZER, Session
-from harness.studies.choices import is_pruned
+from harness.studies.choices import is_from_teacher
 from lit_modules.nets.other_tokens import OtherTokens, TokenTexts
 
 
@@ -24,8 +25,9 @@ def in_tokens_of_students(session: Session, teacher: nn.Module, arms: Iterable[A
         return teacher
     for arm in arms:
         objective = arm.objective(session.config)
-        if is_pruned(session.config, arm.net):
-            raise BadInput(TOKENIZER, name, f"it left out beside --{arm.net} Pruned, whose tokens are the teacher's")
+        if is_from_teacher(session.config, arm.net):
+            made = cli.choice_at(session.config, arm.net).name
+            raise BadInput(TOKENIZER, name, f"it left out beside --{arm.net} {made}, whose tokens are the teacher's")
         if (objective.uses_teacher or objective.teacher_writes) and not objective.any_tokenizer:
             expected = f"ULD, or a method without a teacher, beside --{TOKENIZER}: it compares tokens of one tokenizer"
             raise BadInput(f"variants.{arm.name}", arm.method.name, expected)

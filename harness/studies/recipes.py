@@ -9,7 +9,7 @@ are ours, of the README's tables, and hold a validation part out.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Recipe = Literal["few-labels", "texts", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
+Recipe = Literal["few-labels", "texts", "linearize", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
 
 # Tian et al. 2020, arXiv:1910.10699: 0.01 is their rate for MobileNetV2 and ShuffleNet, 0.05 for all other nets.
 _REPDISTILLER = {
@@ -43,6 +43,17 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
         "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
         "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.cosine": None, "variants.hint": None,
         "variants.reverse": "ReverseKL", "variants.gkd": "GKD",
+    },
+    # Ours: other attention in a trained teacher, aligned first or not (Mixer, Linearize), on the texts of `texts`.
+    "linearize": {
+        "data": "Chat", "data.max_length": 256, "data.sort_lengths": True,
+        "teacher": "GPT", "teacher.num_layers": 2, "teacher.embed_dim": 96, "teacher.position": "rotary",
+        "student": "Mixer",
+        "optimizer": "AdamW", "scheduler": "OneCycleLR", "scheduler.max_lr": 3e-3,
+        "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
+        "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.kd.temperature": 1.0,
+        "variants.kd.kd_weight": 1.0, "variants.kd.ce_weight": 0.0, "variants.cosine": None, "variants.hint": None,
+        "variants.align": "Linearize",
     },
     # PyTorch, "Knowledge Distillation Tutorial"; weights and temperature of its methods are the defaults.
     "tutorial": {

@@ -15,7 +15,7 @@ from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.taught import TEACHER, TEACHERS
 from harness.studies.answers import judging_settings
-from harness.studies.choices import is_pruned
+from harness.studies.choices import is_from_teacher
 from harness.studies.launched import is_job
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
 from lit_modules.nets.recorded import path_of
@@ -36,7 +36,7 @@ class StoredOutputs:
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
         writes = any(objective.teacher_writes for objective in self.objectives.values())
-        self.needs_weights = writes or any(is_pruned(self.config, arm.net) for arm in listed)
+        self.needs_weights = writes or any(is_from_teacher(self.config, arm.net) for arm in listed)
         self._nets: dict[int, StoredTeacher | None] = {}
         self._files: dict[int, tuple[Path, StoredTeacher]] = {}
         self._sources: dict[int, str | None] = {}

@@ -13,6 +13,7 @@ from lit_modules.nets.attention import (
     SelfAttention,
     any_kernel,
 )
+from lit_modules.nets.attention_maps import attention_maps
 from lit_modules.nets.base import (
     Net,
     Outputs,
@@ -25,9 +26,11 @@ from lit_modules.nets.base import (
 from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import class_order, classes_of, reorder_classes
 from lit_modules.nets.ensemble import Ensemble
+from lit_modules.nets.from_teacher import FromTeacher
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
 from lit_modules.nets.layers import DEFAULT_LAYER, check_keeps_apart, find_stage, heads, layer, run
+from lit_modules.nets.mixer import Mixer
 from lit_modules.nets.mobilenet import MobileNetV2
 from lit_modules.nets.plain import DeepNN, LeNet, LightNN, MNISTNet
 from lit_modules.nets.pruned import Pruned

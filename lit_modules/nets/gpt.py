@@ -18,7 +18,7 @@ from lit_modules.nets.base import check_sizes
 from lit_modules.nets.families import FAMILIES, family_of, fit_family, from_family, to_family
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
 from lit_modules.nets.hugging_face import import_transformers
-from lit_modules.nets.mixers import Blocks, Mixer, Mixers, TokenPosition
+from lit_modules.nets.mixers import Blocks, MixerName, Mixers, TokenPosition
 from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP
 from lit_modules.nets.norms import TokenNorm
 from lit_modules.nets.transformer import NormPlace, Transformer
@@ -46,6 +46,7 @@ class GPT(Transformer):
             gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a
             window (64) and linear beyond it (LoLCATs).
         softmax_every: beside such a mixer, every n-th block has softmax attention; null for none.
+        softmax_layers: beside such a mixer, the blocks that have softmax attention; the first is 0.
         conv: width of the short convolution of linear, gated and delta, 0 for none; null: 4 of delta, 0 of the others.
         feature_map: elu, hedgehog or taylor; null: elu of linear, hedgehog of windowed.
         num_kv_heads: heads of keys and values, a divisor of `num_heads`; 1 is multi-query; null for as many.
@@ -91,8 +92,9 @@ class GPT(Transformer):
         tie_weights: bool = True,
         attention_dropout: float = 0.0,
         backend: Backend = "auto",
-        mixer: Mixer = "softmax",
+        mixer: MixerName = "softmax",
         softmax_every: int | None = None,
+        softmax_layers: list[int] | None = None,
         conv: int | None = None,
         feature_map: FeatureMap | None = None,
         num_kv_heads: int | None = None,
@@ -127,11 +129,13 @@ class GPT(Transformer):
             raise BadInput("attention_dropout", attention_dropout, "at least 0, less than 1")
         if final_softcap is not None and not final_softcap > 0:
             raise BadInput("final_softcap", final_softcap, "above 0, or null")
+        if softmax_layers and max(softmax_layers) >= num_layers:
+            raise BadInput("softmax_layers", softmax_layers, f"blocks from 0 to {num_layers - 1}")
         self.block_size, self.tie_weights = block_size, tie_weights
         mixers = Mixers(
-            embed_dim, num_heads, True, attention_dropout, bias, backend, mixer, softmax_every, conv, feature_map,
-            num_kv_heads, head_dim, position, rope_base, rope_scaling, window, full_every, sinks, qk_norm, softcap,
-            gate, scale,
+            embed_dim, num_heads, True, attention_dropout, bias, backend, mixer, softmax_every, softmax_layers, conv,
+            feature_map, num_kv_heads, head_dim, position, rope_base, rope_scaling, window, full_every, sinks, qk_norm,
+            softcap, gate, scale,
         )  # fmt: skip
         options = Blocks(
             mixers, dropout, norm, norm_place, norm_eps, unit_offset, mlp, 4, hidden, experts, top_k, renormalise,
@@ -148,6 +152,12 @@ class GPT(Transformer):
         self._draw_weights(num_layers)
         if tie_weights:
             self.head.weight = self.embedding.tokens.weight
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the default of each option that has one."""
+        parameters = inspect.signature(cls).parameters.values()
+        return {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
 
     @classmethod
     def from_hf(cls, model: Any, **options: Any) -> "GPT":
@@ -178,7 +188,7 @@ class GPT(Transformer):
             BadInput: no family of transformers has the net's options.
         """
         with import_transformers(type(self).__name__, "a model of transformers") as transformers:
-            name, config = fit_family(self.init_args, _defaults(), transformers)
+            name, config = fit_family(self.init_args, self.defaults(), transformers)
             dtype = self.embedding.tokens.weight.dtype
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         to_family(self, model, FAMILIES[name].names)
@@ -211,6 +221,12 @@ class GPT(Transformer):
         for block in self.blocks:
             x = block(x) if mask is None else block(x, mask=mask)
         return self._logits(x)
+
+    def end(self, x: Tensor, first: int, counted: Tensor) -> Tensor:
+        """Logits (n, V) of the tokens that count (b, T), of what the block of this number reads, x (b, T, D)."""
+        for block in list(self.blocks)[first:]:
+            x = block(x)
+        return self._logits(x[counted])
 
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(x))
@@ -317,11 +333,6 @@ class _Embedding(nn.Module):
         if padding is not None:
             places = (places - padding[:, None]).clamp(0, self.block_size - 1)
         return places if starts is None else places - starts
-
-
-def _defaults() -> dict[str, Any]:
-    parameters = inspect.signature(GPT).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters}
 
 
 class SoftCap(nn.Module):

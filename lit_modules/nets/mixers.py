@@ -1,6 +1,6 @@
 """What stands in the blocks of a net, by the names of its options: softmax attention or another mixer, and the MLP."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP, token_mlp
 from lit_modules.nets.norms import RMSNorm, TokenNorm, token_norm
 from lit_modules.nets.transformer import Block, NormPlace
 
-Mixer = Literal["softmax", "latent", "differential", "linear", "gated", "delta", "windowed"]
+MixerName = Literal["softmax", "latent", "differential", "linear", "gated", "delta", "windowed"]
 TokenPosition = Literal["learned", "rotary", "alibi"]
 LINEAR: dict[str, Callable[..., nn.Module]] = {
     "linear": LinearAttention,
@@ -56,8 +56,9 @@ class Mixers:
     attention_dropout: float = 0.0
     bias: bool = True
     backend: Backend = "auto"
-    mixer: Mixer = "softmax"
+    mixer: MixerName = "softmax"
     softmax_every: int | None = None
+    softmax_layers: Sequence[int] | None = None
     conv: int | None = None
     feature_map: FeatureMap | None = None
     num_kv_heads: int | None = None
@@ -76,11 +77,13 @@ class Mixers:
     def __post_init__(self) -> None:
         if self.position not in {"learned", "rotary", "alibi", None}:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
-        if self.mixer not in get_args(Mixer):
-            raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(Mixer))}")
+        if self.mixer not in get_args(MixerName):
+            raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(MixerName))}")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
+        if self.softmax_layers is not None:
+            self._check_softmax_layers(self.softmax_layers)
         if self.conv is not None and self.mixer not in LINEAR:
             raise BadInput("conv", self.conv, f"null, or mixer={' or '.join(LINEAR)}")
         if self.feature_map is not None and self.mixer not in MAPPED:
@@ -89,16 +92,27 @@ class Mixers:
             raise BadInput("full_every", self.full_every, "at least 1, beside a window")
         if self.position != "rotary":
             self._refuse_changed(("rope_base", "rope_scaling"), "its default, but for position=rotary")
-        if self.mixer != "softmax" and self.softmax_every is None:
+        if self.mixer != "softmax" and not self.is_hybrid:
             names = tuple(name for name in SOFTMAX if name not in TAKEN.get(self.mixer, ()))
             self._refuse_changed(names, f"its default with mixer={self.mixer}: it is of softmax attention")
         if self.mixer == "windowed":
             self._refuse_changed(("full_every", "sinks"), "its default with mixer=windowed: blocks of softmax see all")
-        if self.mixer in LINEAR and self.softmax_every is None and self.position in {"rotary", "alibi"}:
+        if self.mixer in LINEAR and not self.is_hybrid and self.position in {"rotary", "alibi"}:
             expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
             raise BadInput("position", self.position, expected)
         if self.mixer in TAKEN and self.position == "alibi":
             raise BadInput("position", self.position, f"learned, rotary or null with mixer={self.mixer}")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some blocks have softmax attention beside another mixer."""
+        return self.softmax_every is not None or bool(self.softmax_layers)
+
+    def _check_softmax_layers(self, layers: Sequence[int]) -> None:
+        if self.mixer == "softmax" or self.softmax_every is not None:
+            raise BadInput("softmax_layers", [*layers], "null, but for a mixer such as linear without softmax_every")
+        if not layers or sorted({*layers}) != [*layers] or layers[0] < 0:
+            raise BadInput("softmax_layers", [*layers], "numbers of blocks in their order, each once, the first is 0")
 
     def _refuse_changed(self, names: tuple[str, ...], expected: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -108,7 +122,8 @@ class Mixers:
 
     def make(self, number: int) -> nn.Module:
         """Return the mixer of the block `number`, from 0."""
-        if self.mixer == "softmax" or (self.softmax_every is not None and (number + 1) % self.softmax_every == 0):
+        of_hybrid = self.softmax_every is not None and (number + 1) % self.softmax_every == 0
+        if self.mixer == "softmax" or of_hybrid or number in (self.softmax_layers or ()):
             return self._softmax(number)
         chosen = {name: getattr(self, name) for name in ("conv", "feature_map") if getattr(self, name) is not None}
         if self.mixer in LINEAR:

@@ -1,8 +1,8 @@
-"""Queries, keys and values of language models' self-attention, as methods that compare attention read them."""
+"""Queries, keys and values of self-attention in language models and ViTs, for methods that compare them."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from lit_modules.nets.base import evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.layers import INPUT, resolve, run
+from lit_modules.nets.timm import Timm
+from lit_modules.nets.vit import ViT
 
-JOINED = {"attention.qkv": "attention.out", "attn.c_attn": "attn.c_proj"}  # of GPT and GPT-2, with what reads the heads
+# Of our nets, GPT-2 and timm, with what reads the heads.
+JOINED = {"attention.qkv": "attention.out", "attn.c_attn": "attn.c_proj", "attn.qkv": "attn.proj"}
 APART, OUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"  # of Llama's kind
-KINDS = "a block of GPT, or of a HuggingFaceLM of Llama's kind or GPT-2"
+KINDS = "a block of GPT, of a HuggingFaceLM of Llama's kind or GPT-2, of ViT, or of timm's plain ViT"
 TOLERANCE = 2e-2, 1e-4  # of 16 bits, and of more, as a share of the largest value: new nets have small ones
 
 
@@ -30,6 +33,7 @@ class Projections(NamedTuple):
     frequencies: tuple[float, ...] = ()  # of rotary positions, in radians a token
     magnitude: float = 1.0  # of what is rotated
     rows: tuple[int, ...] = ()  # of queries, keys and values in one layer for all three; () for as many of each
+    causal: bool = True  # whether a token attends to itself and earlier ones alone
 
     def split(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values (b, T, heads, width) of the layers' outputs, with positions, at 32 bits."""
@@ -66,6 +70,13 @@ def hide_later(scores: Tensor) -> Tensor:
     return scores.masked_fill(places > places[:, None, None], torch.finfo(scores.dtype).min / 4)
 
 
+def block_names(net: nn.Module) -> tuple[str, ...]:
+    """Return the names of a net's blocks: its stages, but of ViT, whose stages show inputs of all blocks but one."""
+    if isinstance(net, ViT):
+        return tuple(f"blocks.{number}" for number in range(len(net.blocks)))
+    return tuple(getattr(net, "stages", ()))
+
+
 def find_projections(net: nn.Module, name: str, option: str) -> Projections:
     """Return a block's projections; they are tried, so attention that differs in any way from this one is refused.
 
@@ -73,31 +84,40 @@ def find_projections(net: nn.Module, name: str, option: str) -> Projections:
         BadInput: for `option`, the layer of this name is no block whose attention is known.
     """
     path = resolve(net, name)
+    path = path.removesuffix(".maps") if isinstance(net, ViT) else path
     parts = {key.removeprefix(f"{path}."): module for key, module in net.named_modules() if key.startswith(f"{path}.")}
     joined = next((key for key in JOINED if key in parts), None)
-    if not isinstance(net, GPT | HuggingFaceLM) or not (joined or {*APART, OUT} <= {*parts}):
+    if not isinstance(net, GPT | ViT | HuggingFaceLM | Timm) or not (joined or {*APART, OUT} <= {*parts}):
         raise BadInput(option, name, KINDS)
+    out = OUT if joined is None else JOINED[joined]
     attention = next((module for module in parts.values() if isinstance(module, SelfAttention)), None)
-    if attention is not None or isinstance(net, GPT):
-        projections, out = _of_ours(attention, path, (option, name)), "attention.out"
+    if attention is not None or isinstance(net, GPT | ViT):
+        projections = _of_ours(attention, path, (option, name))
+    elif isinstance(net, Timm):
+        heads: Any = getattr(parts["attn"], "num_heads", 1)
+        projections = Projections((f"{path}.{joined}",), heads, causal=False)
     elif joined:
         heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-        projections, out = Projections((f"{path}.{joined}",), heads), JOINED[joined]
+        projections = Projections((f"{path}.{joined}",), heads)
     else:
-        normed = [key.replace("proj", "norm") for key in APART]
-        paths = [norm if norm in parts else key for norm, key in zip(normed, APART, strict=True)]
-        heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-        projections, out = Projections(tuple(f"{path}.{key}" for key in paths), heads), OUT
-        if isinstance(scaling := getattr(net.get_submodule(f"{path}.self_attn"), "scaling", None), float):
-            projections = projections._replace(scale=scaling)
-        rotary = next((m for m in net.modules() if hasattr(m, "inv_freq")), None)
-        if rotary is not None:
-            frequencies = tuple(rotary.inv_freq.double().tolist())  # type: ignore[operator]
-            magnitude = float(getattr(rotary, "attention_scaling", 1.0))
-            projections = projections._replace(frequencies=frequencies, magnitude=magnitude)
+        projections = _of_llama(net, path, {*parts})
     if not _is_right(net, projections, f"{path}.{out}{INPUT}"):
         raise BadInput(option, name, f"{KINDS}; attention of this one is of another form")
     return projections
+
+
+def _of_llama(net: nn.Module, path: str, parts: set[str]) -> Projections:
+    normed = [key.replace("proj", "norm") for key in APART]
+    paths = [norm if norm in parts else key for norm, key in zip(normed, APART, strict=True)]
+    heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+    projections = Projections(tuple(f"{path}.{key}" for key in paths), heads)
+    if isinstance(scaling := getattr(net.get_submodule(f"{path}.self_attn"), "scaling", None), float):
+        projections = projections._replace(scale=scaling)
+    rotary = next((m for m in net.modules() if hasattr(m, "inv_freq")), None)
+    if rotary is None:
+        return projections
+    frequencies = tuple(rotary.inv_freq.double().tolist())  # type: ignore[operator]
+    return projections._replace(frequencies=frequencies, magnitude=float(getattr(rotary, "attention_scaling", 1.0)))
 
 
 def _of_ours(attention: SelfAttention | None, path: str, block: tuple[str, str]) -> Projections:
@@ -111,7 +131,8 @@ def _of_ours(attention: SelfAttention | None, path: str, block: tuple[str, str])
     if others := [name for name, value in forms.items() if value is not None]:
         raise BadInput(*block, f"{KINDS}, without {', '.join(others)}")
     rows, heads = attention.qkv.joined[0], attention.num_heads  # type: ignore[index]
-    projections = Projections((f"{path}.attention.qkv",), heads, attention.form.scale, rows=rows)  # type: ignore[arg-type]
+    scale, causal = attention.form.scale, attention.causal
+    projections = Projections((f"{path}.attention.qkv",), heads, scale, rows=rows, causal=causal)  # type: ignore[arg-type]
     if not isinstance(rotary := attention.position, Rotary):
         return projections
     frequencies = tuple(rotary.frequencies(attention.head_dim).tolist())
@@ -120,14 +141,18 @@ def _of_ours(attention: SelfAttention | None, path: str, block: tuple[str, str])
 
 def _is_right(net: nn.Module, projections: Projections, read: str) -> bool:
     """Return whether attention by these projections is what the net's layer `read` gets."""
-    device = next(net.parameters()).device
+    first = next(net.parameters())
+    if projections.causal:
+        example = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device=first.device)
+    else:
+        shape: Any = net.init_args["input_shape"]  # type: ignore[index]
+        example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
     with evaluating(net):
-        features = run(
-            net, torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device=device), {*projections.paths, read}
-        ).features
+        features = run(net, example, {*projections.paths, read}).features
         try:
             query, key, value = projections.split([features[path] for path in projections.paths])
-            weights = hide_later(products(query, key, projections.scale_of(query.shape[3]))).softmax(-1)
+            scores = products(query, key, projections.scale_of(query.shape[3]))
+            weights = (hide_later(scores) if projections.causal else scores).softmax(-1)
         except (RuntimeError, ZeroDivisionError):  # shapes of something else
             return False
         ours, theirs = torch.einsum("bihj,bjhd->bihd", weights, value).flatten(2), features[read]

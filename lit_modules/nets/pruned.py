@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Net, evaluating
+from lit_modules.nets.base import evaluating
+from lit_modules.nets.from_teacher import FromTeacher
 from lit_modules.nets.generation import ROUNDINGS
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
@@ -40,10 +41,10 @@ class Kept(NamedTuple):
                 ranges.append(f"{a}" if a == b else f"{a}-{b}")
                 first = end
         loss = "" if self.loss is None else f"; loss {self.loss:.3f} a token untrained, the whole {self.whole:.3f}"
-        return f"blocks {', '.join(ranges)}{loss}"
+        return f"keeps blocks {', '.join(ranges)}{loss}"
 
 
-class Pruned(Net):
+class Pruned(FromTeacher):
     """A language model made of the teacher's own weights, with fewer blocks, heads and MLP channels.
 
     It works for models of Llama's kind and GPT-2 of `HuggingFaceLM`, and for the blocks of `GPT`. Which blocks are left
@@ -61,6 +62,8 @@ class Pruned(Net):
     Raises:
         BadInput: the teacher is of another kind, or has fewer of them.
     """
+
+    plan_class, kind = Kept, "pruned"
 
     def __init__(
         self,

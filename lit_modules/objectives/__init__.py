@@ -2,6 +2,7 @@
 
 from lit_modules.objectives.adaptive_kl import AdaptiveKL
 from lit_modules.objectives.attention_transfer import AttentionTransfer
+from lit_modules.objectives.attn_distill import AttnDistill
 from lit_modules.objectives.base import FeatureObjective, Objective, Place, Term
 from lit_modules.objectives.cc import CC
 from lit_modules.objectives.cosine import Cosine
@@ -19,6 +20,7 @@ from lit_modules.objectives.hidden_states import HiddenStates
 from lit_modules.objectives.hint import Hint
 from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.jensen_shannon import JensenShannon
+from lit_modules.objectives.linearize import Linearize
 from lit_modules.objectives.logit_mse import LogitMSE
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.nkd import NKD

@@ -79,7 +79,7 @@ class Objective(Recorded, nn.Module, ABC):
             writes itself, drawn at the `sampling_temperature`; those of `every` so many steps at once.
         teacher_writes: whether these texts are the teacher's, which are written once.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
-        place: the point in training, set before each call of `forward`, `build` and `after_batch`.
+        place: the point in training, set before each call of `adapt_teacher`, `forward`, `build` and `after_batch`.
     """
 
     uses_teacher: bool = True
@@ -148,6 +148,14 @@ class Objective(Recorded, nn.Module, ABC):
         with torch.autocast(labels.device.type, enabled=False):
             terms: dict[str, Term] = self(student.widen(), teacher and teacher.widen(), labels)
         return terms
+
+    def trains_all(self) -> bool:
+        """Whether the terms at this place train the whole net; else its parameters that are not in `parts` rest."""
+        return True
+
+    def phases(self) -> Sequence[tuple[float, float]]:
+        """Return shares of the training in which steps cost the same, which sum to 1, and the progress of each."""
+        return ((1.0, 0.0),)
 
     @abstractmethod
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.projections import Projections, find_projections, hide_later, products
+from lit_modules.nets.projections import Projections, block_names, find_projections, hide_later, products
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import divergence
 from lit_modules.objectives.search import Log, space
-from lit_modules.objectives.stages import StagesObjective, map_blocks, number_layers
+from lit_modules.objectives.stages import StagesObjective, match_blocks, number_layers
 
 PAIRS = {"attention": (0, 1), "value": (2, 2), "query": (0, 0), "key": (1, 1)}  # of queries, keys and values
 
 
 class RelationObjective(StagesObjective):
-    """An objective that compares products of queries, keys and values, of tokens of a text with each other.
+    """An objective that compares products of queries, keys and values, of tokens of a text or an image with each other.
 
-    They are computed before anything is masked, as tokens that are learned attend to those of the prompt.
+    They are computed before anything is masked, as tokens that are learned attend to those of the prompt. A token of a
+    text is compared with itself and earlier ones, and has a value of its own; tokens of an image, the class token
+    among them, with all, and the image has the mean of their values.
 
     Attributes:
         kinds: the relations that it compares, of `PAIRS`.
@@ -37,7 +39,7 @@ class RelationObjective(StagesObjective):
         super().__init__(**layers)
         if relation_heads is not None and relation_heads < 1:
             raise BadInput("relation_heads", relation_heads, "a number of heads, at least 1")
-        self.relation_heads = relation_heads
+        self.relation_heads, self.causal = relation_heads, True
         self.projections: dict[str, list[Projections]] = {}  # of each block, by the option that names it
 
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
@@ -47,6 +49,7 @@ class RelationObjective(StagesObjective):
         layers = {"student_stages": (student, self.student_layers), "teacher_stages": (teacher, self.teacher_layers)}
         for option, (net, named) in layers.items():
             self.projections[option] = [find_projections(net, name, key) for key, name in named.items()]
+        self.causal = all(x.causal for x in self.projections["student_stages"])
         self.student_layers, self.teacher_layers = (
             number_layers(option, [path for x in self.projections[option] for path in x.paths]) for option in layers
         )
@@ -56,6 +59,8 @@ class RelationObjective(StagesObjective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         assert teacher is not None
+        if not self.causal:
+            self._check_tokens(student, teacher)
         if self.relation_heads is None:
             pairs = zip(*self.projections.values(), strict=True)
             if unequal := next(((s.heads, t.heads) for s, t in pairs if s.heads != t.heads), None):
@@ -68,6 +73,16 @@ class RelationObjective(StagesObjective):
                     whose = option.partition("_")[0]
                     expected = f"a divisor of {width}, the width of the {whose}'s queries"
                     raise BadInput("relation_heads", self.relation_heads, expected)
+
+    def _check_tokens(self, student: Outputs, teacher: Outputs) -> None:
+        """Raise BadInput if the nets cut an image into different numbers of tokens."""
+        counts = [
+            outputs.features[projections[0].paths[0]].shape[1]
+            for outputs, projections in zip((student, teacher), self.projections.values(), strict=True)
+        ]
+        if counts[0] != counts[1]:
+            expected = f"a teacher of {counts[0]} tokens an image, as the student has; it has {counts[1]}"
+            raise BadInput("teacher_stages", self.stages["teacher_stages"], expected)
 
     def adapt(self, student: Outputs) -> Outputs:
         """Add the scores (b, T, heads, T) of each block, as `<relation>.<number>`."""
@@ -96,13 +111,22 @@ class RelationObjective(StagesObjective):
         numbers = range(len(self.projections["student_stages"]))
         return [(student.features[f"{kind}.{i}"], teacher.features[f"{kind}.{i}"]) for i in numbers]
 
+    def hide(self, scores: Tensor) -> Tensor:
+        """Hide scores (b, T, heads, T) of later tokens, in texts."""
+        return hide_later(scores) if self.causal else scores
+
+    def average(self, values: Tensor) -> Tensor:
+        """Return the values (b, T) of a text's tokens, or their mean (b,) of an image."""
+        return values if self.causal else values.mean(1)
+
 
 class MiniLM(RelationObjective):
     """Sum over relations of weight * mean over blocks and heads of KL(R_t || R_s), + ce_weight * CE, for each token.
 
     R are distributions of a token over itself and earlier ones, softmax(a b^T / sqrt(d)): of queries a and keys b the
     attention, of values a = b the value relation, likewise of queries, and of keys. Positions are in queries and keys
-    as attention has them. Blocks are paired by `student_stages` and `teacher_stages`; by default the last of both.
+    as attention has them. In an image they are over all tokens, and the value is the mean over tokens. Blocks are
+    paired by `student_stages` and `teacher_stages`; by default the last of both.
 
     Source: Wang et al. 2020, "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of Pre-Trained
     Transformers" (arXiv:2002.10957), equations 6 to 9, of the last blocks; with `relation_heads`, Wang et al. 2021,
@@ -153,19 +177,20 @@ class MiniLM(RelationObjective):
         terms = dict[str, Term]()
         for kind in self.kinds:
             pairs = [
-                (hide_later(s).log_softmax(-1), hide_later(t).log_softmax(-1))
+                (self.hide(s).log_softmax(-1), self.hide(t).log_softmax(-1))
                 for s, t in self.pairs_of(kind, student, teacher)
             ]
             values = torch.stack([divergence(log_t, log_s).mean(-1) for log_s, log_t in pairs]).mean(0)  # (b, T)
-            terms[kind] = Term(values, self._weight(kind))
+            terms[kind] = Term(self.average(values), self._weight(kind))
         return {**terms, "ce": ce_term(student, labels, self.ce_weight)}
 
 
 class AttentionScores(RelationObjective):
     """attention_weight * mean over blocks, heads and places of (a_s - a_t)^2 + ce_weight * CE, for each token.
 
-    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax. Blocks are paired by
-    `student_stages` and `teacher_stages`; by default as those of HiddenStates.
+    a are the scores q k^T / sqrt(d) of a token with itself and earlier ones, before the softmax; in an image with all
+    tokens, and the value is the mean over tokens. Blocks are paired by `student_stages` and `teacher_stages`; by
+    default block m of the student's M with m N / M of the teacher's N.
 
     Source: Jiao et al. 2020, "TinyBERT: Distilling BERT for Natural Language Understanding" (arXiv:1909.10351),
     equation 7, with its uniform map of layers; `Sum` joins it with HiddenStates, equation 8.
@@ -190,10 +215,20 @@ class AttentionScores(RelationObjective):
         self.ce_weight = weight("ce_weight", ce_weight)
 
     def choose_blocks(self, student: nn.Module, teacher: nn.Module) -> None:
-        map_blocks(self, student, teacher)
+        if any(self.stages.values()):
+            return
+        ours, theirs = block_names(student), block_names(teacher)
+        ours = ours[-len(theirs) :]
+        self.student_layers = number_layers("student_stages", ours)
+        numbers = match_blocks(student, len(ours), len(theirs))
+        self.teacher_layers = number_layers("teacher_stages", [theirs[number - 1] for number in numbers])
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        gaps = [(s - t).square().mean(2).tril() for s, t in self.pairs_of("attention", student, teacher)]  # (b, T, T)
-        seen = torch.arange(1, labels.shape[1] + 1, device=labels.device)
-        attention = Term(torch.stack(gaps).mean(0).sum(-1) / seen, self.attention_weight)
+        gaps = [(s - t).square().mean(2) for s, t in self.pairs_of("attention", student, teacher)]  # (b, T, T)
+        gap = torch.stack(gaps).mean(0)
+        if self.causal:
+            values = gap.tril().sum(-1) / torch.arange(1, gap.shape[1] + 1, device=gap.device)
+        else:
+            values = gap.mean(-1)
+        attention = Term(self.average(values), self.attention_weight)
         return {"attention": attention, "ce": ce_term(student, labels, self.ce_weight)}

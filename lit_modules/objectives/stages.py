@@ -120,17 +120,22 @@ def number_layers(option: str, paths: Sequence[str]) -> dict[str, str]:
 
 
 def map_blocks(objective: StagesObjective, student: nn.Module, teacher: nn.Module) -> None:
-    """Let each block of the student learn from one of the teacher, unless the options name layers.
+    """Let each block of the student learn from one of the teacher, unless the options name layers."""
+    ours, theirs = (len(getattr(net, "stages", ())) for net in (student, teacher))
+    if any(objective.stages.values()) or theirs < ours:
+        return
+    paths = [f"stage{number}" for number in match_blocks(student, ours, theirs)]
+    objective.teacher_layers = number_layers("teacher_stages", paths)
+
+
+def match_blocks(student: nn.Module, ours: int, theirs: int) -> list[int]:
+    """Return the block of the teacher, from 1, that each of the student's blocks learns from.
 
     A student that keeps some of the teacher's blocks (`Pruned`) learns from what the next one that it keeps reads in
     the teacher. Any other's block m of M learns from block m N / M of N.
     """
-    ours, theirs = (len(getattr(net, "stages", ())) for net in (student, teacher))
-    if any(objective.stages.values()) or theirs < ours:
-        return
     kept = getattr(student, "kept_blocks", ())
-    numbers = [*kept[1:], theirs] if kept else [(m + 1) * theirs // ours for m in range(ours)]
-    objective.teacher_layers = number_layers("teacher_stages", [f"stage{number}" for number in numbers])
+    return [*kept[1:], theirs] if kept else [(m + 1) * theirs // ours for m in range(ours)]
 
 
 def pool_to(x: Tensor, size: Size) -> Tensor:

@@ -1,6 +1,7 @@
 """A weighted sum of objectives."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import cast
 
 from torch import Tensor, nn
@@ -72,6 +73,13 @@ class Sum(Objective):
             with naming(f"objectives.{i}"):
                 objective.build(student, teacher)
         self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
+
+    def trains_all(self) -> bool:
+        return any(objective.trains_all() for _, objective in self._parts())
+
+    def phases(self) -> Sequence[tuple[float, float]]:
+        starts = sorted({progress for _, objective in self._parts() for _, progress in objective.phases()})
+        return [(end - start, start) for start, end in pairwise([*starts, 1.0])]
 
     def parts(self) -> list[nn.Module]:
         return [part for _, objective in self._parts() for part in objective.parts()]

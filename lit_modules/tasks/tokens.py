@@ -16,15 +16,17 @@ from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
 from lit_modules.tasks.scores import ExactMean, Scores, TokenValues
 
+OF_PARTS = "test_loss_window", "test_loss_linear"  # where attention has two parts, of one alone
 BITS = Metric(
     name="test_bpc", tested=("test_bpc", "test_loss"), columns={"test_loss": "test loss", "test_bpc": "bits per char"},
     word="bits per character", title="test bits per character", chart="validation, bits a character",
-    unit="bits", higher_is_better=False,
+    unit="bits", higher_is_better=False, beside=OF_PARTS,
     scale=1.0, digits=3, counted="tokens", limits=(0.0, float("inf")), of_samples="test_sample_bpc",
 )  # fmt: skip
 BYTES = replace(
     BITS, name="test_bpb", tested=("test_bpb", "test_loss"),
-    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"}, beside=("test_agreement", "test_generated"),
+    columns={"test_loss": "loss a token", "test_bpb": "bits per byte"},
+    beside=("test_agreement", "test_generated", *OF_PARTS),
     word="bits per byte", title="test bits per byte", chart="validation, bits a byte", counted="conversations",
     drawn="prompts", of_samples="test_sample_bpb",
 )  # fmt: skip

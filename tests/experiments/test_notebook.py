@@ -38,10 +38,30 @@ def attends(ran: Ran) -> None:
     (refusal,) = ran.after("backend efficient: expected a kernel that serves attention of float64 dense on cpu;")
     assert refusal.startswith("torch says: No ")
     assert ran.after("tokens that changed:") == ["[6, 7, 8, 9]"]
-    trained, held_out = (float(losses.split()[-1]) for losses in ran.after("train/loss_epoch", "val/loss"))
-    assert trained < 0.5 < 3 < held_out
-    assert ran.after("in the poem:", "without a cache the same:") == ["True", "True"]
-    assert ran.pictures == 3
+    assert ran.after("causal:", "window 3:", "window 3, 1 sink:", "two texts in a row:", "padding:") == [
+        "[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]",
+        "[1, 2, 3, 3, 3, 3, 3, 3, 3, 3]",
+        "[1, 2, 3, 4, 4, 4, 4, 4, 4, 4]",
+        "[1, 2, 3, 4, 1, 2, 3, 4, 5, 6]",
+        "[0, 0, 0, 1, 2, 3, 4, 5, 6, 7]",
+    ]
+    for net in ("softmax", "hybrid"):
+        losses = ran.after(f"{net} train/loss_epoch", f"{net} val/loss")
+        trained, held_out = (float(curve.split()[-1]) for curve in losses)
+        assert trained < 0.5 < 3 < held_out
+        assert ran.after(f"{net} without a cache the same:") == ["True"]
+    assert ran.after("in the poem:") == ["True"]
+    assert ran.after("softmax has maps of", "hybrid has maps of") == [
+        "blocks.0.attention blocks.1.attention",
+        "blocks.1.attention",
+    ]
+    growing, constant, near = (
+        [float(x) for x in re.findall(r"[\d.]+ (?=bytes|of)", rest)]
+        for rest in ran.after("softmax keeps Cache and Cache:", "hybrid keeps", "window 8, one key head keeps")
+    )
+    assert growing == [1024, 1024]
+    assert constant[0] > constant[1] > 512 > 1 > near[1]
+    assert ran.pictures == 4
 
 
 def distributes(ran: Ran) -> None:

@@ -21,7 +21,7 @@ from lit_modules.objectives import Hint, Hinton, Objective
 from lit_modules.teacher import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
 from tests.grids import mostly_slow
-from tests.language import OF_TEXTS
+from tests.language import OF_TEXTS, OF_VITS
 from tests.training import SHAPE, assert_same, digits, distillation, fit, net, weights
 
 TEACHER: Callable[[], nn.Module] = partial(net, ResNet, seed=1, depth=14)
@@ -31,7 +31,7 @@ STUDENTS: dict[str, Callable[..., nn.Module]] = {  # a method learns by the firs
     "vit": partial(net, ViT, distillation_token=True),
 }
 NEEDS = zoo.needs()
-METHODS = sorted(NEEDS.keys() - OF_TEXTS)
+METHODS = sorted(NEEDS.keys() - OF_TEXTS - OF_VITS)
 
 
 def members(method: str) -> dict[str, Objective]:

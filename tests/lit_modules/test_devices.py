@@ -20,7 +20,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.tasks import Tokens
 from tests.grids import mostly_slow
-from tests.language import OF_TEXTS
+from tests.language import OF_TEXTS, OF_VITS
 
 GPU = torch.device("cuda", 0)
 IMAGES, ROWS, SAMPLES = (3, 32, 32), 8, 64
@@ -87,7 +87,7 @@ def test_a_net_stays_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -
             are_there(logits, module.scores_of("").of_sample(logits, rows.labels))  # type: ignore[operator]
 
 
-METHODS = sorted({*zoo.methods({}).values()} - READS_VALUES - OF_TEXTS)
+METHODS = sorted({*zoo.methods({}).values()} - READS_VALUES - OF_TEXTS - OF_VITS)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -103,10 +103,19 @@ def test_an_objective_stays_on_its_device(method: str, mixed: bool, monkeypatch:
         are_there(*module.eval().predict_beside_teacher(rows.inputs))
 
 
+@pytest.mark.parametrize("method", ["MiniLM", *sorted(OF_VITS)])
+def test_an_objective_of_vits_stays_on_its_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    students = {"a": (nets.ViT(**VIT), getattr(objectives, method)())}
+    module = Distillation(nets.ViT(**VIT), students, samples=SAMPLES)
+    with on_fakes(module, monkeypatch):
+        are_there(module.shard_step(batch(IMAGES, 10, tokens=False)))
+
+
 @pytest.mark.parametrize("method", sorted(OF_TEXTS - READS_VALUES))
 def test_an_objective_of_texts_stays_on_its_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: dict[str, Any] = {"input_shape": (8,), "num_classes": 30, "task": Tokens(), "input_dtype": torch.int64}
-    students = {"a": (nets.GPT(30, 8, 1, 2, 16), getattr(objectives, method)())}
+    other = {"mixer": "windowed"} if method == "Linearize" else {}
+    students = {"a": (nets.GPT(30, 8, 1, 2, 16, **other), getattr(objectives, method)())}
     module = Distillation(nets.GPT(30, 8, 1, 2, 16), students, samples=SAMPLES, **shapes)
     with on_fakes(module, monkeypatch):
         are_there(module.shard_step(batch((8,), 30, tokens=True)))

@@ -109,11 +109,7 @@ class RecurrentMixer(nn.Module):
         projected = self.qkv(x)
         if cache is not None:
             cache.check(projected)
-        mixed, inputs = projected, None
-        if self.conv is not None:
-            mixed, inputs = self.conv(projected, before, starts)
-        parts = [widen(part).unflatten(-1, (self.num_heads, -1)) for part in mixed.chunk(3, -1)]
-        q, k, v = (part.transpose(1, 2).contiguous() for part in parts)  # (B, H, T, d)
+        (q, k, v), inputs = self._heads(projected, before, starts)
         gates = [widen(gate) for gate in self.gates(x)]
         with torch.autocast(x.device.type, enabled=False):
             one = cache is not None and x.shape[1] == 1
@@ -124,6 +120,29 @@ class RecurrentMixer(nn.Module):
             cache.update(x.shape[1], memory, inputs)
         output: Tensor = self.out(self.finish(mixed.transpose(1, 2), x).to(projected.dtype).flatten(2))
         return output
+
+    def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, H, T, T), what each token's output takes of each earlier one's value, before `finish`.
+
+        They need not sum to 1, nor be above 0. Values are those after the convolution.
+        """
+        starts = find_starts(mask, *x.shape[:2])
+        (q, k, _), _ = self._heads(self.qkv(x), None, starts)
+        gates = [widen(gate) for gate in self.gates(x)]
+        one_hot = torch.eye(x.shape[1], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
+        with torch.autocast(x.device.type, enabled=False):  # outputs are linear in the values
+            weights, _ = type(self).chunked(*self.features(q, k), one_hot, *gates, starts=starts, chunk=self.chunk)
+        return weights
+
+    def _heads(
+        self, projected: Tensor, before: Tensor | None, starts: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return q, k and v (B, H, T, d) at 32 bits at least, and the last inputs of the convolution."""
+        inputs = None
+        if self.conv is not None:
+            projected, inputs = self.conv(projected, before, starts)
+        parts = [widen(part).unflatten(-1, (self.num_heads, -1)) for part in projected.chunk(3, -1)]
+        return [part.transpose(1, 2).contiguous() for part in parts], inputs
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What the forms take as queries and keys (B, H, T, f), of those of the heads (B, H, T, d)."""

@@ -1,5 +1,7 @@
 """Softmax in a window and linear attention beyond it (LoLCATs, Zhang et al. 2024, arXiv:2410.10254)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -319,3 +321,17 @@ class WindowedLinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, window={self.window}, part={self.part}"
+
+
+@contextmanager
+def with_part(net: nn.Module, part: Part) -> Iterator[None]:
+    """Inside, this part of each `WindowedLinearAttention` of a net counts."""
+    mixers = [module for module in net.modules() if isinstance(module, WindowedLinearAttention)]
+    before = [mixer.part for mixer in mixers]
+    for mixer in mixers:
+        mixer.part = part
+    try:
+        yield
+    finally:
+        for mixer, own in zip(mixers, before, strict=True):
+            mixer.part = own

@@ -1,8 +1,8 @@
-"""Students that are made of their teacher's weights: what they keep is measured once a seed, written down and said."""
+"""Students that are made of their teacher's weights: what is measured for that once a seed, written down and said."""
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor, nn
@@ -15,49 +15,47 @@ from harness.runs.launch import is_main_process, main_first
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from lit_modules import nets
-from lit_modules.nets.pruned import Kept
 
 MEASURED = 256  # labels, at least, of whole samples
 SECONDS = 15.0  # between two lines of progress
 
 
-class Pruning:
-    """What the students keep of their teachers, by the seed and the flag that chose the student.
+class FromTeachers:
+    """How students are made of their teachers, by the seed and the flag that chose the student.
 
-    Until `choose` was called for one, it keeps its first blocks: enough to check the options.
+    Until `choose` was called for one, it is made without measuring: enough to check the options.
     """
 
     def __init__(self, run: Session) -> None:
         self.run = run
-        self.kept: dict[tuple[int, str], Kept] = {}
+        self.plans: dict[tuple[int, str], Any] = {}
 
     def student(self, key: str, seed: int, teacher: nn.Module) -> nn.Module:
         """Build the student chosen under a key; BadInput if its options don't fit the teacher."""
         choice = cli.choice_at(self.run.config, key)
         with cli.refusals(choice, key):
-            pruned: nets.Pruned = cli.build(choice, key)
-            kept = self.kept.get((seed, key)) or pruned.first(teacher)
-            return keyed.with_seed(seed, lambda: pruned.make(teacher, kept))  # adapters begin with noise
+            chosen: nets.FromTeacher = cli.build(choice, key)
+            plan = self.plans.get((seed, key)) or chosen.first(teacher)
+            return keyed.with_seed(seed, lambda: chosen.make(teacher, plan))  # new layers begin with noise
 
     def choose(self, key: str, seed: int, teacher: nn.Module) -> None:
-        """Choose what a student keeps, or read what was chosen before: on rank zero, for all ranks."""
-        if (seed, key) in self.kept:
+        """Measure what a student is made of, or read what was measured before: on rank zero, for all ranks."""
+        if (seed, key) in self.plans:
             return
-        run, choice, path = self.run, cli.choice_at(self.run.config, key), self._file(key, seed)
-        with main_first(f"pruning {key} {seed}"):
+        run, choice = self.run, cli.choice_at(self.run.config, key)
+        with cli.refusals(choice, key):
+            chosen: nets.FromTeacher = cli.build(choice, key)
+        path = run.out / f"seed{seed}" / f"{key.replace('.', '-')}.{chosen.kind}.yaml"
+        with main_first(f"{chosen.kind} {key} {seed}"):
             if not path.exists() and is_main_process():
-                tokens, labels = self._texts(seed)
                 with cli.refusals(choice, key):
-                    pruned: nets.Pruned = cli.build(choice, key)
-                    kept = pruned.choose(teacher, tokens, labels, _say_at_times(f"seed {seed} {key}: "))
+                    say = _say_at_times(f"seed {seed} {key}: ")
+                    plan = keyed.with_seed(seed, lambda: chosen.choose(teacher, *self._texts(seed), say))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, yaml.safe_dump(kept._asdict(), default_flow_style=None))
-            self.kept[seed, key] = Kept(**yaml.safe_load(read_text(path)))
+                write_text(path, yaml.safe_dump(plan._asdict(), default_flow_style=None))
+            self.plans[seed, key] = chosen.plan_class(**yaml.safe_load(read_text(path)))
         if is_main_process():
-            notice(f"seed {seed} {key}: {choice.name} keeps {self.kept[seed, key]}; {path.relative_to(run.out)}")
-
-    def _file(self, key: str, seed: int) -> Path:
-        return self.run.out / f"seed{seed}" / f"{key.replace('.', '-')}.pruned.yaml"
+            notice(f"seed {seed} {key}: {choice.name} {self.plans[seed, key]}; {path.relative_to(run.out)}")
 
     def _texts(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return tokens (b, T) and labels (b, T) of samples that the run trains on, drawn by the seed."""
