@@ -44,6 +44,7 @@ TAKEN = {  # of these by other mixers
 }
 WINDOW = 64  # of the mixer windowed, if none is given
 MAPPED = ("linear", "windowed")  # that have a feature map
+UNORDERED = ("softmax", "linear")  # of images
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Mixers:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
         if self.mixer not in get_args(MixerName):
             raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(MixerName))}")
+        if not self.causal and self.mixer not in UNORDERED:
+            raise BadInput("mixer", self.mixer, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
@@ -97,11 +100,7 @@ class Mixers:
             self._refuse_changed(names, f"its default with mixer={self.mixer}: it is of softmax attention")
         if self.mixer == "windowed":
             self._refuse_changed(("full_every", "sinks"), "its default with mixer=windowed: blocks of softmax see all")
-        if self.mixer in LINEAR and not self.is_hybrid and self.position in {"rotary", "alibi"}:
-            expected = f"learned or null with mixer={self.mixer}, which has an order of tokens by itself"
-            raise BadInput("position", self.position, expected)
-        if self.mixer in TAKEN and self.position == "alibi":
-            raise BadInput("position", self.position, f"learned, rotary or null with mixer={self.mixer}")
+        self._check_position()
 
     @property
     def is_hybrid(self) -> bool:
@@ -113,6 +112,13 @@ class Mixers:
             raise BadInput("softmax_layers", [*layers], "null, but for a mixer such as linear without softmax_every")
         if not layers or sorted({*layers}) != [*layers] or layers[0] < 0:
             raise BadInput("softmax_layers", [*layers], "numbers of blocks in their order, each once, the first is 0")
+
+    def _check_position(self) -> None:
+        if self.mixer in LINEAR and not self.is_hybrid and self.position in {"rotary", "alibi"}:
+            why = "which has an order of tokens by itself" if self.causal else "which has no scores of pairs"
+            raise BadInput("position", self.position, f"learned or null with mixer={self.mixer}, {why}")
+        if self.mixer in TAKEN and self.position == "alibi":
+            raise BadInput("position", self.position, f"learned, rotary or null with mixer={self.mixer}")
 
     def _refuse_changed(self, names: tuple[str, ...], expected: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -126,6 +132,8 @@ class Mixers:
         if self.mixer == "softmax" or of_hybrid or number in (self.softmax_layers or ()):
             return self._softmax(number)
         chosen = {name: getattr(self, name) for name in ("conv", "feature_map") if getattr(self, name) is not None}
+        if self.mixer == "linear":
+            chosen |= {"causal": self.causal}
         if self.mixer in LINEAR:
             return LINEAR[self.mixer](self.embed_dim, self.num_heads, bias=self.bias, **chosen)
         taken = {name: getattr(self, name) for name in TAKEN[self.mixer]}

@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache
+from lit_modules.nets.attention import Backend, Cache, FeatureMap
 from lit_modules.nets.base import Shape, check_sizes, image_shape
 from lit_modules.nets.mixers import Blocks, Mixers, TokenPosition
 from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP
@@ -18,6 +18,7 @@ from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.transformer import Block, NormPlace, Transformer
 from lit_modules.nets.vit_names import Library, check_same, from_library, read_settings, rename
 
+ImageMixer = Literal["softmax", "linear"]
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
 
@@ -58,6 +59,9 @@ class ViT(Transformer):
         renormalise: whether the weights of a token's experts sum to 1.
         router_noise: in training routers' inputs are multiplied by 1 ± this; keyed.
         balance: weight of the loss that balances experts' loads, over the global batch.
+        mixer: softmax attention, or linear, in time linear in the number of patches (arXiv:2006.16236).
+        softmax_every: beside linear, every n-th block has softmax attention; null for none.
+        feature_map: of linear: elu, hedgehog or taylor; null: elu.
     """
 
     pooled_layer = "head<"
@@ -91,6 +95,9 @@ class ViT(Transformer):
         renormalise: bool = True,
         router_noise: float = 0.0,
         balance: float = 0.01,
+        mixer: ImageMixer = "softmax",
+        softmax_every: int | None = None,
+        feature_map: FeatureMap | None = None,
     ) -> None:
         super().__init__()
         channels, height, width = image_shape(input_shape)
@@ -104,7 +111,8 @@ class ViT(Transformer):
         )
         mixers = Mixers(
             embed_dim, num_heads, False, backend=backend, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            position=position, rope_base=rope_base, qk_norm=qk_norm, softcap=softcap, gate=gate,
+            position=position, rope_base=rope_base, qk_norm=qk_norm, softcap=softcap, gate=gate, mixer=mixer,
+            softmax_every=softmax_every, feature_map=feature_map,
         )  # fmt: skip
         options = Blocks(
             mixers, dropout, norm, norm_place, norm_eps, False, mlp, mlp_ratio, hidden, experts, top_k, renormalise,

@@ -433,3 +433,52 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(compile(example, "docs/linear-attention.md", "exec"), {})
     assert capsys.readouterr().out.strip() == re.findall(r"# (\d+ \d+)$", example, re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+def test_without_an_order_sums_equal_the_parallel_form_and_weights(name: str) -> None:
+    net = mixer(name, causal=False)
+    x, present = noise(B, 7, 12), torch.arange(7) < torch.tensor([[7], [4]])
+    query, key, value = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in net.qkv(x).chunk(3, -1))
+    products = net.query_map(query) @ net.key_map(key).mT * present[:, None, None]
+    weights = products / products.sum(-1, keepdim=True)
+    expected = net.out((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(net(x, mask=present), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.weights(x, present), weights, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net(x, mask=present)[1, :4], net(x[1:, :4])[0], rtol=1e-12, atol=1e-12)
+    found, wanted = (
+        torch.autograd.grad(y.square().sum(), [*net.parameters()]) for y in (net(x, mask=present), expected)
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    torch.testing.assert_close(net(x[:, order]), net(x)[:, order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["elu", "taylor"])
+def test_causal_weights_mix_the_values(name: str) -> None:
+    net = mixer(name)
+    x, starts = noise(B, 7, 12), torch.tensor([[0, 0, 0, 3, 3, 3, 3], [0] * 7])
+    for mask in (None, starts):
+        projected = net.qkv(x)
+        mixed = projected if net.conv is None else net.conv(projected, None, mask)[0]
+        value = mixed.chunk(3, -1)[2].unflatten(-1, (3, 4)).transpose(1, 2)
+        weights = net.weights(x, mask)
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-12)
+        expected = net.out((weights @ value).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(net(x, mask=mask), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_an_order_there_is_no_convolution_cache_or_text() -> None:
+    net = LinearAttention(12, 3, causal=False)
+    cases: dict[str, Callable[[], object]] = {
+        "conv 4: expected 0, but for causal attention": lambda: LinearAttention(12, 3, conv=4, causal=False),
+        "causal False: expected True: only causal attention has a cache": lambda: net.new_cache(4),
+        "cache Cache: expected None, but for causal attention": lambda: net(torch.zeros(1, 4, 12), Cache(4)),
+        r"mask \(1, 4\) int64: expected \(1, 4\) bool, false for padding": lambda: net(
+            torch.zeros(1, 4, 12), mask=torch.zeros(1, 4, dtype=torch.int64)
+        ),
+    }
+    for line, make in cases.items():
+        with pytest.raises(BadInput, match=f"^{line}"):
+            make()

@@ -19,7 +19,7 @@ from experiments import kd
 from harness.runs.nets import load_net
 from harness.runs.session import Session
 from lit_modules.distillation import Distillation
-from lit_modules.nets import ViT, run
+from lit_modules.nets import ViT, attention_maps, run
 from lit_modules.objectives import DeiTToken, Hint
 from strategies import DDP
 from tests.commands import results
@@ -98,6 +98,42 @@ def test_with_a_distillation_token_logits_are_the_mean_of_two_heads() -> None:
         found = run(made.train(mode), x, {"head", "head_dist"})
         torch.testing.assert_close(found.logits, (found.features["head"] + found.features["head_dist"]) / 2)
         assert (found.features["head"] - found.features["head_dist"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("feature_map", [None, "hedgehog", "taylor"])
+def test_linear_attention_is_that_of_all_tokens(feature_map: Any) -> None:
+    made = with_seed(0, lambda: tiny(mixer="linear", softmax_every=2, feature_map=feature_map)).double()
+    assert [type(block.attention).__name__ for block in made.blocks] == ["LinearAttention", "SelfAttention"]
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    tokens, first = made.embedding(x), made.blocks[0]
+    mixed = attention_maps(made, x)["blocks.0.attention"] @ heads_values(first, tokens)
+    tokens = tokens + first.attention.out(mixed.transpose(1, 2).flatten(2))
+    tokens = made.blocks[1](tokens + first.mlp(first.norm2(tokens)))
+    torch.testing.assert_close(made(x), made.head(made.norm(tokens[:, 0])), rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), made(x), rtol=1e-12, atol=1e-12)
+
+
+def heads_values(block: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, d)."""
+    return block.attention.qkv(block.norm1(tokens)).chunk(3, -1)[2].unflatten(2, (2, -1)).transpose(1, 2)
+
+
+def test_mixers_of_texts_and_impossible_options_are_refused() -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "mixer delta: expected softmax or linear: others see earlier tokens alone": {"mixer": "delta"},
+        "position rotary: expected learned or null with mixer=linear, which has no": {
+            "mixer": "linear", "position": "rotary",
+        },
+        "softcap 2.0: expected its default with mixer=linear": {"mixer": "linear", "softcap": 2.0},
+        "softmax_every 2: expected at least 1, beside a mixer such as linear": {"softmax_every": 2},
+        "feature_map elu: expected null, or mixer=linear": {"feature_map": "elu"},
+    }  # fmt: skip
+    for line, options in cases.items():
+        with pytest.raises(BadInput, match=f"^{line}"):
+            tiny(**options)
+    with pytest.raises(BadInput, match=r"^mixer linear: expected softmax, its default: timm has no such net"):
+        tiny(mixer="linear").library_weights("timm")
 
 
 def test_dropout_is_keyed_to_the_rows_of_the_global_batch() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, restart, scan
-from lit_modules.nets.attention.recurrent import RecurrentMixer
+from lit_modules.nets.attention.recurrent import RecurrentMixer, State
 
 FeatureMap = Literal["elu", "hedgehog", "taylor"]
 
@@ -55,6 +55,22 @@ def parallel(
 ) -> tuple[Tensor, Tensor]:
     """All tokens at once, the weights (T, T) held: one chunk."""
     return chunked(q, k, v, state, starts, q.shape[2])
+
+
+def unordered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Without an order of tokens: S = Kᵀ [V, 1] over all of them, o = Q S without its last column, divided by that.
+
+    Args:
+        q: (B, H, T, f), features φ(q) of queries.
+        k: (B, H, T, f), of keys.
+        v: (B, H, T, e), values.
+        mask: (B, T) bool, false for padding, which no token reads.
+
+    Returns:
+        (B, H, T, e), in time and memory linear in T.
+    """
+    k = k if mask is None else k * mask[:, None, :, None]
+    return normalise(q @ (k.mT @ F.pad(v, (0, 1), value=1.0)))
 
 
 def _with_ones(q: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,7 +126,9 @@ MAPS: dict[str, type[Elu | Hedgehog | Taylor]] = {"elu": Elu, "hedgehog": Hedgeh
 
 
 class LinearAttention(RecurrentMixer):
-    """Causal attention with weights φ(q)·φ(k) / Σ φ(q)·φ(k), whose state is (f, d + 1) a head.
+    """Attention with weights φ(q)·φ(k) / Σ φ(q)·φ(k); as it comes, causal, with a state (f, d + 1) a head.
+
+    Not causal, a token attends to all, by one sum over tokens; the mask is (B, T) bool, false for padding.
 
     Args:
         embed_dim: D, width of tokens.
@@ -120,6 +138,10 @@ class LinearAttention(RecurrentMixer):
         conv: width of a causal convolution on q, k and v, see `ShortConvolution`; 0 for none.
         chunk: tokens of a chunk; the outputs don't depend on it.
         bias: whether the projections have one.
+        causal: whether a token attends only to itself and earlier tokens.
+
+    Raises:
+        BadInput: a value can't be used; without an order of tokens, a convolution, a cache or a mask of texts.
     """
 
     recurrent, chunked = staticmethod(recurrent), staticmethod(chunked)
@@ -132,12 +154,54 @@ class LinearAttention(RecurrentMixer):
         conv: int = 0,
         chunk: int = 64,
         bias: bool = True,
+        causal: bool = True,
     ) -> None:
         super().__init__(embed_dim, num_heads, conv, chunk, bias)
+        if conv and not causal:
+            raise BadInput("conv", conv, "0, but for causal attention: the convolution reads earlier tokens")
+        self.causal = causal
         if feature_map not in MAPS:
             raise BadInput("feature_map", feature_map, f"one of {', '.join(get_args(FeatureMap))}")
         self.query_map = MAPS[feature_map](num_heads, self.head_dim)
         self.key_map = MAPS[feature_map](num_heads, self.head_dim)
+
+    def forward(self, x: Tensor, cache: State | None = None, mask: Tensor | None = None) -> Tensor:
+        """As that of every `RecurrentMixer`, or without an order of tokens."""
+        if self.causal:
+            return super().forward(x, cache, mask)
+        if cache is not None:
+            raise BadInput("cache", type(cache).__name__, "None, but for causal attention")
+        self._check_padding(x, mask)
+        projected = self.qkv(x)
+        (query, key, value), _ = self._heads(projected, None, None)
+        with torch.autocast(x.device.type, enabled=False):
+            mixed = unordered(*self.features(query, key), value, mask)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2).to(projected.dtype))
+        return output
+
+    def new_cache(self, max_length: int, padding: Tensor | None = None) -> State:
+        if not self.causal:
+            raise BadInput("causal", False, "True: only causal attention has a cache")
+        return super().new_cache(max_length, padding)
+
+    def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the attention weights (B, H, T, T) of tokens (B, T, D), for a mask as `forward` takes it."""
+        if self.causal:
+            return super().weights(x, mask)
+        self._check_padding(x, mask)
+        (query, key, _), _ = self._heads(self.qkv(x), None, None)
+        with torch.autocast(x.device.type, enabled=False):
+            query, key = self.features(query, key)
+            products = query @ key.mT if mask is None else query @ key.mT * mask[:, None, None]
+            return products / products.sum(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
+
+    def _check_padding(self, x: Tensor, mask: Tensor | None) -> None:
+        """Raise BadInput unless a mask says what is padding, of tokens without an order."""
+        if x.is_nested:
+            raise BadInput("x", "nested tensors", "texts of one length (B, T, D), with a mask of their padding")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+            kind = f"{tuple(mask.shape)} {str(mask.dtype).removeprefix('torch.')}"
+            raise BadInput("mask", kind, f"{tuple(x.shape[:2])} bool, false for padding, as it is not causal")
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.query_map(q), self.key_map(k)

@@ -1,7 +1,6 @@
 """What linear attention of all kinds shares: projections, convolution, heads, and a state in place of a cache."""
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class RecurrentMixer(nn.Module):
         bias: whether the projections to q, k, v and out have one.
     """
 
-    causal: ClassVar[bool] = True
+    causal: bool = True
     chunked: Form
     recurrent: Form
 
