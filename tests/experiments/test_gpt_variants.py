@@ -205,7 +205,10 @@ def test_settings_are_searched(finished: Path, tmp_path: Path) -> None:
     run, epochs = tmp_path / "run", ["--trainer.max_steps", "-1", "--trainer.max_epochs", "3"]
     epochs += ["--trainer.val_check_interval", "1.0"]
     search = ["--tune", "3", "--tune_seeds", "1", "--search.model.lr", "[0.001, 0.01, 0.03]"]
-    gpt.main([*of(finished, *TWO, *ONE), *epochs, *search, "--seeds", "1", "--out", str(run)])
+    flags = [*epochs, *search, "--seeds", "1", "--decode_at", "8", "--out", str(run)]
+    gpt.main([*of(finished, *TWO, *ONE), *flags])
+    assert "decode_ms_8" in (run / "seed0" / "students.json").read_text()
+    assert not any("decode_ms" in path.read_text() for path in run.glob("tuning/seed*/*.json"))  # it differs in no setting
     tuned = results(run)["tuning"]
     assert [len(of_net["settings"]) for of_net in tuned.values()] == [3, 3]
     assert {*tuned["one"]["settings"][0]["options"]} == {"model.lr", "model.weight_decay"}
