@@ -208,7 +208,7 @@ def test_settings_are_searched(finished: Path, tmp_path: Path) -> None:
     flags = [*epochs, *search, "--seeds", "1", "--decode_at", "8", "--out", str(run)]
     gpt.main([*of(finished, *TWO, *ONE), *flags])
     assert "decode_ms_8" in (run / "seed0" / "students.json").read_text()
-    assert not any("decode_ms" in path.read_text() for path in run.glob("tuning/seed*/*.json"))  # it differs in no setting
+    assert not any("decode_ms" in path.read_text() for path in run.glob("tuning/seed*/*.json"))  # alike in all settings
     tuned = results(run)["tuning"]
     assert [len(of_net["settings"]) for of_net in tuned.values()] == [3, 3]
     assert {*tuned["one"]["settings"][0]["options"]} == {"model.lr", "model.weight_decay"}
