@@ -58,7 +58,8 @@ class Plain(nn.Module):
         return self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(*self.split(x), is_causal=True)
+        q, k, v = self.split(x)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def write(self, x: Tensor, keys: Tensor, values: Tensor, place: int) -> Tensor:
