@@ -362,11 +362,7 @@ class Distillation(ScoredBesideTeacher):
         return copy.deepcopy(self.students[run]).train()
 
     def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
-        phases = self.students[run].objective.phases()
-        return [(share, self.step_alone(run, batch, progress)) for share, progress in phases]
-
-    def step_alone(self, run: str, batch: Batch, progress: float = 0.0) -> Callable[[], Tensor]:
-        """A step of a copy of one student with its objective's parts; the outputs of others are computed beforehand."""
+        """Steps of one copy of a student with its objective's parts; the outputs of others are computed beforehand."""
         student = self.copy_student(run)
         parts = self.parts_alone(run, batch)
         uses = student.objective.uses_teacher
@@ -376,7 +372,7 @@ class Distillation(ScoredBesideTeacher):
         with torch.no_grad():  # of copies, as running statistics change
             peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
 
-        def step() -> Tensor:
+        def step(progress: float) -> Tensor:
             student.zero_grad()
             loss = torch.zeros((), device=self.device)
             for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
@@ -386,4 +382,8 @@ class Distillation(ScoredBesideTeacher):
                 loss = loss + losses[run].part
             return loss
 
-        return step
+        return [(share, partial(step, progress)) for share, progress in student.objective.phases()]
+
+    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+        """The first of `steps_alone`."""
+        return self.steps_alone(run, batch)[0][1]

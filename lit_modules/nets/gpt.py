@@ -40,7 +40,7 @@ class GPT(Transformer):
         dropout: probability of a zero in embeddings and residual branches; keyed.
         bias: whether projections and norms have a bias; the head has none.
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
-        attention_dropout: probability of a zero attention weight; the kernel draws it, so it is not keyed.
+        attention_dropout: probability of a zero attention weight; keyed, but for a kernel that is chosen by its name.
         backend: the attention kernel, see `SelfAttention`.
         mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
             gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a

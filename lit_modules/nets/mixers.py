@@ -42,6 +42,7 @@ TAKEN = {  # of these by other mixers
     "differential": ("num_kv_heads", "head_dim", "backend", "scale"),
     "windowed": ("num_kv_heads", "head_dim", "window", "scale"),
 }
+NOISE = 1 << 16  # number of the first block's dropout of attention weights, beyond those of all other dropout layers
 WINDOW = 64  # of the mixer windowed, if none is given
 MAPPED = ("linear", "windowed")  # that have a feature map
 UNORDERED = ("softmax", "linear")  # of images
@@ -145,7 +146,7 @@ class Mixers:
         if self.mixer == "differential":
             taken |= {"layer": number}
         else:
-            taken["dropout"] = taken.pop("attention_dropout")
+            taken |= {"dropout": taken.pop("attention_dropout"), "layer": NOISE + number}
         kind: Callable[..., nn.Module] = DifferentialAttention if self.mixer == "differential" else LatentAttention
         sizes = self.embed_dim, self.num_heads, self.causal
         return kind(*sizes, bias=self.bias, position=self._rotary(), **taken)
@@ -164,7 +165,7 @@ class Mixers:
             self.embed_dim, self.num_heads, self.causal, self.attention_dropout, self.bias, self.backend,
             num_kv_heads=self.num_kv_heads, position=Alibi() if self.position == "alibi" else self._rotary(),
             window=None if is_full else self.window, sinks=0 if is_full else self.sinks, qk_norm=self.qk_norm,
-            softcap=self.softcap, gate=self.gate, head_dim=self.head_dim, scale=self.scale,
+            softcap=self.softcap, gate=self.gate, head_dim=self.head_dim, scale=self.scale, layer=NOISE + number,
         )  # fmt: skip
 
 

@@ -269,7 +269,13 @@ def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
     """Return a net of the teacher's class with fewer parts, and new weights."""
     arguments: dict[str, Any] = {**teacher.init_args}  # type: ignore[dict-item]
     if isinstance(teacher, GPT):
-        return GPT(**{**arguments, "num_layers": len(kept.blocks)})
+        softmax = [place for place, block in enumerate(kept.blocks) if block in (arguments["softmax_layers"] or ())]
+        changed = {"num_layers": len(kept.blocks), "softmax_layers": softmax or None}
+        try:
+            return GPT(**{**arguments, **changed})
+        except BadInput as fault:
+            expected = f"others: with these alone {fault.argument} {fault.value} is refused, {fault.expected}"
+            raise BadInput("layers", kept.blocks, expected) from None
     config = _config(teacher, "layers", None)
     changes: dict[str, Any] = {"num_hidden_layers": len(kept.blocks)}
     changes |= _settings_of_blocks(config, kept.blocks)

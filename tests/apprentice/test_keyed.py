@@ -96,7 +96,7 @@ def test_layers_with_noise_of_torchs_own_are_named() -> None:
     layers = {
         "dropout": nn.Dropout2d(0.1), "attention": nn.MultiheadAttention(4, 2, dropout=0.1),
         "rnn": nn.GRU(3, 3, 2, dropout=0.2), "depth": StochasticDepth(0.1, "row"),
-        "ours": SelfAttention(4, 2, dropout=0.1),
+        "ours": SelfAttention(4, 2, dropout=0.1, backend="flash"), "written": SelfAttention(4, 2, dropout=0.1),
         "none": nn.Dropout(0.0), "quiet": nn.LSTM(3, 3), "frozen": nn.Dropout(0.2).eval(), "keyed": keyed.Dropout(0.1),
     }  # fmt: skip
     assert keyed.find_unkeyed_layers(nn.ModuleDict(layers)) == ["dropout", "attention", "rnn", "depth", "ours"]

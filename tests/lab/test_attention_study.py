@@ -49,12 +49,15 @@ def test_rows_are_all_kernels_and_products(run: Path) -> None:
         f"kernels: {backend}, float32, {batch} x {length}, {direction}"
         for direction in ("forward", "forward + backward")
         for batch, length in ((4, 16), (2, 32))
-        for backend in ("auto", "math", "flash", "efficient", "cudnn")
+        for backend in ("auto", "math", "flash", "efficient", "cudnn", "flex")
     ]
     for row in content["rows"]:
         if row.get("backend") in {"efficient", "cudnn"}:
             assert "No viable backend" in row["refused"]
             assert "microseconds" not in row
+            continue
+        if row.get("backend") == "flex" and row["backward"]:
+            assert row["refused"] == "another kernel to train: on a CPU flex has no gradients"
             continue
         seconds = row["microseconds"] / 1e6
         assert row["tflops_per_second"] == pytest.approx(counted(row) / seconds / 1e12)
@@ -80,6 +83,24 @@ def counted(row: dict[str, Any]) -> float:
     pairs = sum(length**2 for length in lengths) / (2 if row["causal"] else 1)
     projections = 4 * 2 * sum(lengths) * width**2 if row["block"] else 0
     return pairs * width * 2 * 2 * (3.5 if row["backward"] else 1) + projections * (3 if row["backward"] else 1)
+
+
+def test_windows_and_decoding_are_rows(tmp_path: Path) -> None:
+    flags = ["--lengths", "16", "600", "--window", "3", "--heads", "4", "--cache_lengths", "40", "--backends", "math"]
+    attention.main([*QUICK, "--parts", "windows", "decoding", *flags, "--out", str(tmp_path)])
+    by_name = rows(tmp_path)
+    row = by_name["decoding: math 4 over 1, float32, 1 x 40, forward"]
+    assert (row["kernel"], row["refused"]) == ("math", None)
+    assert row["tflops_per_second"] == pytest.approx(2 * 2 * 40 * 4 * 8 / row["microseconds"] / 1e6)
+    assert sum(name.startswith("decoding") for name in by_name) == 2  # over 4 heads, a quarter and 1
+    page = (tmp_path / "results.md").read_text()
+    assert "| float32 | 4 over 4 | 40 | 256 |" in page
+    assert "| float32 | 4 over 1 | 40 | 64 |" in page
+    assert "µs: all | mask of 3 | bands of 3 | MiB: all | mask of 3 | bands of 3 |" in page
+    direction = "1 x 600, forward + backward"
+    kinds = ("auto", "mask of 3", "bands of 3")
+    peaks = [by_name[f"windows: {kind}, float32, {direction}"]["peak_bytes"] for kind in kinds]
+    assert peaks[2] < peaks[1] / 2
 
 
 def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +178,7 @@ def test_a_row_that_fails_costs_no_other(
     with_math(monkeypatch, lambda: os._exit(3))
     assert exit_code(attention, *ONLY, "--out", str(tmp_path)) == 1
     assert {row["backend"] for row in rows(tmp_path).values() if row["part"] == "kernels"} == {
-        "auto", "flash", "efficient", "cudnn",
+        "auto", "flash", "efficient", "cudnn", "flex",
     }  # fmt: skip
     name = "kernels: math, float32, 4 x 16, forward"
     assert f"{name} failed: " in capfd.readouterr().err

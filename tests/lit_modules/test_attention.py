@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry
 
+from apprentice import keyed
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs.quiet import quiet
@@ -203,8 +204,6 @@ REFUSED = {
     "efficient on a CPU": ("efficient", 0.0, False, "No viable backend"),
     "cudnn on a CPU": ("cudnn", 0.0, False, "No viable backend"),
     "dropout in flash": ("flash", 0.1, False, "do not support non-zero dropout"),
-    "causal jagged texts": ("auto", 0.0, True, "not supported when is_causal=True"),
-    "causal jagged texts in math": ("math", 0.0, True, "not supported when is_causal=True"),
     "jagged texts in flash": ("flash", 0.0, True, "Flash attention requires"),
     "jagged texts in cudnn": ("cudnn", 0.0, True, "torch says: .*(CUDA|cuDNN|viable)"),
 }
@@ -213,7 +212,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_kernel_cannot_serve_is_refused_with_torchs_reason(kind: str) -> None:
     backend, dropout, nested, reason = REFUSED[kind]
-    net = SelfAttention(D, HEADS, True, dropout, backend=backend).double()
+    net = SelfAttention(D, HEADS, not nested, dropout, backend=backend).double()
     x = jagged([noise(4, D), noise(3, D)]) if nested else noise(2, 4, D)
     for _ in range(2):  # torch does not say it once only
         with pytest.raises(BadInput, match=reason) as error:
@@ -262,6 +261,22 @@ def test_dropout_is_of_training_alone() -> None:
     dense.load_state_dict(net.state_dict())
     assert torch.equal(net.eval()(x), dense(x))
     assert (net.train()(x) != dense(x)).any()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0)])
+def test_dropout_is_that_of_the_rows_of_the_global_batch(window: int | None, softcap: float | None) -> None:
+    """Of two rows each has the zeros that it has among four; values are the formula's, by the keyed bits."""
+    net = SelfAttention(D, HEADS, True, 0.5, window=window, softcap=softcap, layer=5).double()
+    x, rows = noise(4, 7, D), torch.arange(4)
+    with keyed.noise(1, 2, rows):
+        whole = net(x)
+    with keyed.noise(1, 2, rows[2:]):
+        torch.testing.assert_close(net(x[2:]), whole[2:], rtol=0, atol=1e-12)
+    kept = keyed.bits(keyed.fold_in(1, 2, 5), rows, HEADS * 7 * 7).view(4, HEADS, 7, 7) >= 2**31
+    weights, value = net.weights(x) * kept / 0.5, net.qkv(x).chunk(3, -1)[2].unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    torch.testing.assert_close(whole, net.out((weights @ value).transpose(1, 2).flatten(2)), rtol=0, atol=1e-12)
+    assert keyed.find_unkeyed_layers(net) == []
+    assert keyed.find_unkeyed_layers(SelfAttention(D, HEADS, True, 0.5, backend="flash")) == [""]
 
 
 def test_the_page_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

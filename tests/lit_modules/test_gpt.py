@@ -95,10 +95,12 @@ def test_first_weights_are_gpt_2s() -> None:
 
 def test_dropout_is_where_gpt_2_has_it_and_each_layer_has_a_number() -> None:
     net = gpt(dropout=0.1, attention_dropout=0.2)
-    layers = [m for m in net.modules() if isinstance(m, Dropout)]
+    of_weights = [block.attention.noise for block in net.blocks]
+    layers = [m for m in net.modules() if isinstance(m, Dropout) and m not in of_weights]
     assert [m.layer for m in layers] == list(range(7))
     assert {m.p for m in layers} == {0.1}
-    assert [block.attention.dropout for block in net.blocks] == [0.2] * 3
+    assert [m.layer for m in of_weights] == [2**16, 2**16 + 1, 2**16 + 2]
+    assert {m.p for m in of_weights} == {0.2}
 
 
 @pytest.mark.parametrize("length", [None, 6])

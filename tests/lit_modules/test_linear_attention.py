@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -361,10 +362,17 @@ def test_gated_delta_is_that_of_qwen3_next(what: str, tmp_path: Path) -> None:
     assert run.wait() == 0, run.output
 
 
-def _rule() -> None:
+def _qwen3_next() -> Any:
+    """Its module, without flash-linear-attention's kernels, which it would take where that is installed: of GPUs."""
     warnings.simplefilter("ignore")
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    from transformers.models.qwen3_next import modeling_qwen3_next
 
+    return modeling_qwen3_next
+
+
+def _rule() -> None:
+    qwen = _qwen3_next()
     for length in (1, 70):
         q, k, v, beta, g, state = (x.detach() for x in inputs("delta", length, True))
         turned = [x.transpose(1, 2) for x in (q, k, v, g, beta)]
@@ -377,9 +385,7 @@ def _rule() -> None:
 
 def _layer() -> None:
     """Its rule is computed in float32, whatever the type."""
-    warnings.simplefilter("ignore")
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
-
+    qwen = _qwen3_next()
     config = qwen.Qwen3NextConfig(
         hidden_size=12, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=4,
         linear_value_head_dim=4, linear_conv_kernel_dim=4, num_hidden_layers=1, layer_types=["linear_attention"],

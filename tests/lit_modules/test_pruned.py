@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, Pruned
 from lit_modules.nets.importance import Subset, TokenLoss, drop_blocks
@@ -223,3 +224,15 @@ def _places(folder: Path) -> None:
     )
     adapted = HuggingFaceLM(str(folder / "qwen2"), 64, 16, lora_rank=2)
     assert bad_input(pruned.first, adapted).startswith("teacher.lora_rank 2: expected 0")
+
+
+def test_blocks_of_a_hybrid_keep_their_kinds() -> None:
+    net = with_seed(0, lambda: GPT(64, 16, 4, 2, 8, mixer="delta", softmax_layers=[1, 3], position="rotary")).eval()
+    pruned = Pruned(layers=[0, 3])
+    student = pruned.make(net, pruned.first(net))
+    assert student.init_args["softmax_layers"] == [1]
+    with Subset(net, "blocks", [net.blocks[0], net.blocks[3]]), torch.no_grad():
+        torch.testing.assert_close(student(TOKENS), net(TOKENS))
+    alone = Pruned(layers=[0, 2])
+    with pytest.raises(BadInput, match=r"layers .*: expected others: with these alone position rotary is refused"):
+        alone.make(net, alone.first(net))

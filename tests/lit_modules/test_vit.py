@@ -145,7 +145,7 @@ def test_dropout_is_keyed_to_the_rows_of_the_global_batch() -> None:
     with noise(seed=3, step=2, rows=torch.arange(6)):
         assert (made(x) - whole).abs().max() > 1e-3
     layers = [m.layer for m in made.modules() if hasattr(m, "layer")]
-    assert len(set(layers)) == len(layers) == 5
+    assert len(set(layers)) == len(layers) == 5 + 2  # and those of attention weights
 
 
 # The same numbers everywhere

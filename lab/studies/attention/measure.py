@@ -4,7 +4,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from lab.studies.attention.cases import Case
 from lab.studies.isolation import call_isolated, can_fork
 from lab.studies.meters import PeakMemory
 from lit_modules.nets.attention import SelfAttention, use_kernel
+from lit_modules.nets.attention.attend import Form, attend
+from lit_modules.nets.attention.masks import CausalMask
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
@@ -56,6 +58,8 @@ class Row(TypedDict, total=False):
     length: int
     heads: int
     head_dim: int
+    kv_heads: int | None
+    window: int | None
     block: bool
     backend: str
     backward: bool
@@ -121,7 +125,8 @@ class Bench:
             with silence(*LOGGERS), open_call(case, self.device) as call:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
                     call()  # the first call, in which a compiler takes memory, too
-                kernel = find_kernel([event.key for event in profiler.key_averages()])
+                ran = find_kernel([event.key for event in profiler.key_averages()])
+                kernel = case.backend if case.backend == "flex" else ran  # compiled, it has no name of its own
                 memory = PeakMemory(self.device)
                 call()
                 peak = memory.bytes()
@@ -207,11 +212,23 @@ def open_call(case: Case, device: torch.device) -> Iterator[Call]:
         if case.block:
             yield _block_call(case, noise)
             return
+        if case.kv_heads is not None:
+            yield _decoding_call(case, noise)
+            return
         # Queries, keys, values, and the gradient of the output: (B, heads, T, D / heads)
         query, key, value, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
         inputs = [x.requires_grad_(case.backward) for x in (query, key, value)]
-        with use_kernel(case.backend, query, key, value, None, 0.0, case.causal):
-            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal)
+        forward: Callable[[], Tensor] = partial(
+            F.scaled_dot_product_attention, query, key, value, is_causal=case.causal
+        )
+        if case.backend == "flex":
+            forward = partial(attend, query, key, value, Form(backend="flex"), None, case.causal)
+        if case.window is not None:
+            seen = CausalMask(case.window)
+            mask = seen.tensor(case.length, device) if case.masked else seen
+            forward = partial(attend, query, key, value, Form(), mask)
+        chosen = nullcontext() if case.backend == "flex" else use_kernel(case.backend, *inputs, None, 0.0, case.causal)
+        with chosen:
             yield (lambda: torch.autograd.grad(forward(), inputs, grad)) if case.backward else forward
 
 
@@ -234,6 +251,15 @@ def block(case: Case) -> nn.Module:
         return nn.TransformerEncoderLayer(width, heads, 4 * width, case.dropout, "gelu", **options)
     attention = SelfAttention(width, heads, case.causal, case.dropout, bias, backend)
     return Block(attention, dropout=case.dropout, bias=bias) if case.layer == "Block" else attention
+
+
+def _decoding_call(case: Case, noise: Callable[..., Tensor]) -> Call:
+    """Attend as our layers do: without a mask, and with queries that share keys as rows of one head."""
+    assert case.kv_heads is not None
+    query = noise(case.batch, case.heads, 1, case.head_dim)
+    key, value = (noise(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
+    backend: Any = case.backend
+    return partial(attend, query, key, value, Form(backend=backend))
 
 
 def _block_call(case: Case, noise: Callable[..., Tensor]) -> Call:

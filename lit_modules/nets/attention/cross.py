@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.attend import Form, attend, attention_weights
-from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
+from lit_modules.nets.attention.heads import check_heads, of_rank
 from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.masks import check_mask, narrow
 from lit_modules.nets.attention.rms_norm import RMSNorm
@@ -22,14 +23,14 @@ class Memory(NamedTuple):
     present: Tensor | None  # (B, M) bool, false for padding; None if there is none
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(DropsWeights):
     """Multi-head cross-attention (Vaswani et al. 2017): softmax(s q kᵀ) v, k and v from the memory; not causal.
 
     Args:
         embed_dim: D, width of tokens that ask.
         num_heads: H, heads of queries; a divisor of D, unless `head_dim` is given.
         memory_dim: width of the memory's tokens; None for D.
-        dropout: probability that a weight is zero, in training; below 1. The kernel draws it, so it is not keyed.
+        dropout: probability that a weight is zero, in training; below 1. As that of `SelfAttention`.
         bias: whether the projections have one.
         backend: the kernel, see `SelfAttention`.
         num_kv_heads: K, heads of keys and values, a divisor of H; None for H.
@@ -37,6 +38,7 @@ class CrossAttention(nn.Module):
         softcap: c of scores c · tanh(score / c).
         head_dim: d, width of a head; None for D / H.
         scale: s of scores; None for 1 / √d.
+        layer: number of its dropout among the dropout layers of a net.
 
     Raises:
         BadInput: a value can't be used, or two can't be combined.
@@ -55,11 +57,12 @@ class CrossAttention(nn.Module):
         softcap: float | None = None,
         head_dim: int | None = None,
         scale: float | None = None,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
-        check_dropout(dropout)
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, float(dropout)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.noise = Dropout(dropout, layer)
         self.memory_dim = embed_dim if memory_dim is None else memory_dim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -95,8 +98,8 @@ class CrossAttention(nn.Module):
         """
         memory = memory if isinstance(memory, Memory) else self.remember(memory)
         query, mask, empty = self._prepare(x, memory, mask)
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(query, memory.keys, memory.values, self.form, mask, dropout=dropout)
+        drop = self.drop(self.num_heads, self.query)
+        mixed = attend(query, memory.keys, memory.values, self.form, mask, dropout=drop)
         mixed = mixed if empty is None else mixed.where(~empty, 0.0)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return output

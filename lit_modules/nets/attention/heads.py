@@ -15,12 +15,6 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
         raise BadInput("head_dim", head_dim, "at least 1")
 
 
-def check_dropout(dropout: float) -> None:
-    """Raise BadInput unless this is a probability below 1."""
-    if not 0 <= dropout < 1:
-        raise BadInput("dropout", dropout, "at least 0, less than 1")
-
-
 def check_widths(**widths: int) -> None:
     """Raise BadInput for the first that is below 1."""
     for name, width in widths.items():

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from apprentice.errors import BadInput, first_line
 
-Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex"]  # flex: see `flex`, not of this function
 KERNELS = {
     "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -39,6 +39,8 @@ def use_kernel(backend: str, query: Tensor, *others: Any, **options: Any) -> Ite
         BadInput: the kernel does not serve this call; the message has torch's reasons.
     """
     check_backend(backend)
+    if backend == "flex":
+        raise BadInput("backend", backend, f"one of auto, {', '.join(KERNELS)}: it is another function")
     device = query.device.type
     kind = f"{str(query.dtype).removeprefix('torch.')} {'jagged' if query.is_nested else 'dense'} on {device}"
     if backend not in {"auto", "math"} and device not in SELECTABLE:

@@ -6,16 +6,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.attend import Form, attend, attention_weights
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
-from lit_modules.nets.attention.heads import check_dropout, check_widths
+from lit_modules.nets.attention.heads import check_widths
 from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
-class LatentAttention(CachedAttention):
+class LatentAttention(CachedAttention, DropsWeights):
     """Multi-head latent attention, with the rotary part of keys shared by all heads.
 
     c = norm(x W_a) of `kv_rank` numbers holds keys and values of all heads: k = [c W_k, rotated x W_r], v = c W_v,
@@ -35,11 +36,12 @@ class LatentAttention(CachedAttention):
         rotary_dim: width of a head's rotated part, even; None for half of `head_dim`, rounded up to an even number.
         value_dim: width of a head's values; None for `head_dim`.
         position: the rotation.
-        dropout: probability that a weight is zero, in training; below 1. The kernel draws it, so it is not keyed.
+        dropout: probability that a weight is zero, in training; below 1. As that of `SelfAttention`.
         bias: whether the projections of x and the last one have one.
         backend: the kernel, see `SelfAttention`.
         scale: s of scores; None for 1 / √(head_dim + rotary_dim). DeepSeek multiplies this by the square of
             `yarn_magnitude(factor, mscale_all_dim)` where its rotation has these.
+        layer: number of its dropout among the dropout layers of a net.
 
     Raises:
         BadInput: a value can't be used.
@@ -60,12 +62,13 @@ class LatentAttention(CachedAttention):
         bias: bool = True,
         backend: Backend = "auto",
         scale: float | None = None,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise BadInput("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
-        check_dropout(dropout)
-        self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, float(dropout)
+        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.noise = Dropout(dropout, layer)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.rotary_dim = 2 * -(-self.head_dim // 4) if rotary_dim is None else rotary_dim
@@ -92,7 +95,7 @@ class LatentAttention(CachedAttention):
             BadInput: as `SelfAttention.forward`.
         """
         self.check_input(x, cache, mask)
-        past, dropout = 0 if cache is None else cache.length, self.dropout if self.training else 0.0
+        past = 0 if cache is None else cache.length
         query, latents = self._project(x, past)
         empty = None
         if cache is None:
@@ -100,10 +103,8 @@ class LatentAttention(CachedAttention):
         else:
             latents, _ = cache.append(latents[:, None], latents[:, None, :, :0])  # one head, and no values beside it
             latents, mask = latents[:, 0], cache.mask(x.shape[1], x.device)
-        if past:
-            mixed = self._attend_absorbed(query, latents, mask, dropout)
-        else:
-            mixed = self._attend_expanded(query, latents, mask, dropout)
+        attend_to = self._attend_absorbed if past else self._attend_expanded
+        mixed = attend_to(query, latents, mask)
         mixed = mixed if empty is None else mixed.where(~empty, 0.0)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return output
@@ -142,21 +143,23 @@ class LatentAttention(CachedAttention):
         key, value = expanded.split([self.head_dim, self.value_dim], -1)
         return torch.cat([key, rotary[:, None].expand(*key.shape[:3], -1)], -1), value
 
-    def _attend_expanded(self, query: Tensor, latents: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _attend_expanded(self, query: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
         key, value = self._expand(latents)
         wider = key.shape[-1] - self.value_dim  # kernels but the slowest take values as wide as keys
         value = F.pad(value, (0, wider)) if wider > 0 else value
-        mixed = attend(query, key, value, self.form, mask, self.causal and mask is None, dropout)
+        drop = self.drop(self.num_heads, self.query)
+        mixed = attend(query, key, value, self.form, mask, self.causal and mask is None, drop)
         return mixed[..., : self.value_dim]
 
-    def _attend_absorbed(self, query: Tensor, latents: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _attend_absorbed(self, query: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
         weight = self.expand.weight.view(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
         to_key, to_value = weight.split([self.head_dim, self.value_dim], 1)  # (H, width, kv_rank)
         plain, rotary = query.split([self.head_dim, self.rotary_dim], -1)
         asking = torch.cat([plain @ to_key, rotary], -1)  # (B, H, T, kv_rank + rotary_dim)
         scale = (self.head_dim + self.rotary_dim) ** -0.5 if self.form.scale is None else self.form.scale
         one = latents[:, None]  # the one head of keys; values are c, and what is beside it is cut off
-        mixed = attend(asking, one, one, Form(scale, None, self.form.backend), mask, False, dropout)
+        drop = self.drop(self.num_heads, self.query)
+        mixed = attend(asking, one, one, Form(scale, None, self.form.backend), mask, False, drop)
         absorbed: Tensor = mixed[..., : self.kv_rank] @ to_value.mT
         return absorbed
 

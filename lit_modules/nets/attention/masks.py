@@ -1,11 +1,13 @@
 """Which keys a query attends to."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from lit_modules.nets.attention.positions import alibi_bias
 
 
 def mask_texts(starts: Tensor) -> Tensor:
@@ -73,3 +75,26 @@ def narrow(mask: Tensor, causal: bool, window: int | None = None, sinks: int = 0
     if mask.dtype == torch.bool:
         return seen | empty, empty
     return mask.masked_fill(~seen, -math.inf).masked_fill(empty, 0.0), empty
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """What the queries of a whole text see of it, as rules, from which each kernel makes what it takes.
+
+    Attributes:
+        window: a token sees itself and the `window` - 1 before it; None for all.
+        sinks: the first tokens of a text, which all see beside their window.
+        slopes: (H,) of `Alibi`, in the type of the scores; None for no bias.
+    """
+
+    window: int | None = None
+    sinks: int = 0
+    slopes: Tensor | None = None
+
+    def tensor(self, length: int, device: torch.device) -> Tensor:
+        """Return (T, T) bool; with slopes (1, H, T, T), to be added to scores."""
+        places = torch.arange(length, device=device)
+        seen = visible(places, places, self.window, self.sinks)
+        if self.slopes is None:
+            return seen
+        return alibi_bias(places, places, self.slopes).masked_fill(~seen, -math.inf)

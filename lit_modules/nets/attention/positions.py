@@ -144,14 +144,18 @@ class Alibi:
             2 ** (-4 * h / power) for h in range(1, 2 * rest, 2)
         ]
 
-    def bias(self, queries: Tensor, keys: Tensor, slopes: Tensor) -> Tensor:
-        """Return (1 or B, H, t, n), to be added to scores, of queries at places (t,) and keys at (n,) or (B, n)."""
-        distance = (queries[:, None] - keys[..., None, :]).abs().to(slopes.dtype)  # (t, n) or (B, t, n)
-        distance = distance[None] if distance.dim() == 2 else distance
-        return -slopes[:, None, None] * distance[:, None]
-
 
 Position = Rotary | Alibi
+
+
+def alibi_bias(queries: Tensor, keys: Tensor, slopes: Tensor) -> Tensor:
+    """Return (1 or B, H, t, n), to be added to scores, of queries at places (t,) and keys at (n,) or (B, n).
+
+    Slopes (H,) are those of `Alibi`, in the type of the scores.
+    """
+    distance = (queries[:, None] - keys[..., None, :]).abs().to(slopes.dtype)  # (t, n) or (B, t, n)
+    distance = distance[None] if distance.dim() == 2 else distance
+    return -slopes[:, None, None] * distance[:, None]
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -8,21 +8,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.attend import Form, attend, attention_weights
+from apprentice.keyed import Dropout
+from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
-from lit_modules.nets.attention.heads import check_dropout, check_heads, of_rank
+from lit_modules.nets.attention.heads import check_heads, of_rank
 from lit_modules.nets.attention.kernels import Backend
-from lit_modules.nets.attention.masks import visible
-from lit_modules.nets.attention.positions import Alibi, Position, Rotary
+from lit_modules.nets.attention.masks import CausalMask, visible
+from lit_modules.nets.attention.positions import Alibi, Position, Rotary, alibi_bias
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
-class SelfAttention(CachedAttention):
+class SelfAttention(CachedAttention, DropsWeights):
     """Multi-head self-attention, softmax(s q kᵀ) v, with queries, keys and values from one matrix.
 
-    Dropout of attention weights happens inside torch's kernel and draws from torch's generator, so it is not keyed as
-    the suite's other dropout is. Under `torch.compile` a refusal may be a compiler error that quotes torch's.
+    Dropout of attention weights is keyed as the suite's other dropout is. For that they are written out, (B, H, T, T);
+    a kernel that is chosen by its name, but math, drops them by itself and draws from torch's generator. Under
+    `torch.compile` a refusal may be a compiler error that quotes torch's.
 
     Args:
         embed_dim: D, width of tokens.
@@ -43,6 +45,7 @@ class SelfAttention(CachedAttention):
         gate: whether the heads' output is multiplied by the sigmoid of a projection of x (arXiv:2505.06708).
         head_dim: d, width of a head; None for D / H.
         scale: s of scores; None for 1 / √d.
+        layer: number of its dropout among the dropout layers of a net.
 
     Raises:
         BadInput: a value can't be used, or two can't be combined.
@@ -65,17 +68,18 @@ class SelfAttention(CachedAttention):
         gate: bool = False,
         head_dim: int | None = None,
         scale: float | None = None,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
-        check_dropout(dropout)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if isinstance(position, Rotary) and self.head_dim % 2:
             raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
         _check_window(causal, window, sinks)
         self.form = Form(scale, softcap, backend)
-        self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, float(dropout)
+        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.noise = Dropout(dropout, layer)
         self.position, self.window, self.sinks = position, window, sinks
         rows = [heads * self.head_dim for heads in (num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.qkv = nn.Linear(embed_dim, sum(rows), bias)
@@ -108,22 +112,22 @@ class SelfAttention(CachedAttention):
                 nested tensor is strided, or of a form that has no kernel for it.
         """
         self.check_input(x, cache, mask)
-        empty = None
+        if x.is_nested and not self._has_jagged_kernel(x):
+            return self._pad(x)
+        seen: Tensor | CausalMask | None
         if cache is None:
             query, key, value = self._heads(x)
-            mask, empty = self._mask(x, mask, query.dtype)
-            causal = self.causal and mask is None
+            seen, empty = self._mask(x, query, mask)
+            causal = self.causal and seen is None
         else:
-            past = cache.length
+            past, empty = cache.length, None
             query, key, value = self._heads(x, past)
             key, value = cache.append(key, value)
-            mask = self._cached_mask(x, cache, query.dtype)
-            causal = mask is None and not past  # torch's `is_causal` would count from the first token
-        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(query, key, value, self.form, mask, causal, dropout)
+            seen = self._cached_mask(x, query, cache)
+            causal = seen is None and not past  # torch's `is_causal` would count from the first token
+        mixed = attend(query, key, value, self.form, seen, causal, self.drop(self.num_heads, self.qkv))
         if empty is not None:
-            mixed = mixed.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
+            mixed = mixed.where(~empty, 0.0)
         mixed = mixed.transpose(1, 2).flatten(-2)
         if self.gate is not None:
             mixed = mixed * self.gate(x).sigmoid()
@@ -139,10 +143,10 @@ class SelfAttention(CachedAttention):
         if x.is_nested:
             raise BadInput("x", "nested tensors", "texts of one length (B, T, D)")
         query, key, _ = self._heads(x)
-        mask, empty = self._mask(x, mask, query.dtype)
-        mask = None if mask is None else of_rank(mask, query.shape[1], self.qkv)
-        weights = attention_weights(query, key, self.form, mask, self.causal and mask is None)
-        return weights if empty is None else weights.where(~of_rank(empty, query.shape[1], self.qkv), 0.0)
+        seen, empty = self._mask(x, query, mask)
+        seen = seen.tensor(x.shape[1], x.device) if isinstance(seen, CausalMask) else seen
+        weights = attention_weights(query, key, self.form, seen, self.causal and seen is None)
+        return weights if empty is None else weights.where(~empty, 0.0)
 
     def cache_bytes(self, tokens: int, element_size: int) -> int:
         """Return the bytes that a text's cache takes after so many tokens."""
@@ -167,12 +171,27 @@ class SelfAttention(CachedAttention):
             self.check_cache(cache, mask)
             if cache.window is not None and (cache.window, cache.sinks) != (self.window, self.sinks):
                 raise BadInput("cache", f"a Cache of window {cache.window}", f"the layer's window, {self.window}")
-        if x.is_nested:
-            forms: dict[str, object] = {"mask": mask, "window": self.window, "softcap": self.form.softcap}
-            forms["position"] = self.position if isinstance(self.position, Alibi) else None
-            for name, value in forms.items():
-                if value is not None:
-                    raise BadInput(name, "with nested tensors", "texts of one length (B, T, D), padded and masked")
+        if x.is_nested and mask is not None:
+            raise BadInput("mask", "with nested tensors", "texts of one length (B, T, D), padded and masked")
+
+    def _has_jagged_kernel(self, x: Tensor) -> bool:
+        """Return whether torch has a kernel for jagged texts in this form: on a CPU there is none for causal ones."""
+        plain = self.form.softcap is None and self.window is None and not isinstance(self.position, Alibi)
+        return (
+            plain
+            and not callable(self.drop(self.num_heads, self.qkv))
+            and self.backend != "flex"
+            and not (self.causal and (x.device.type == "cpu" or self.backend == "math"))
+        )
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """Compute jagged texts as padded ones, whose tokens see none of the padding."""
+        values, offsets = x.values(), x.offsets()  # type: ignore[attr-defined]
+        lengths = offsets.diff()
+        present = torch.arange(int(lengths.max()), device=x.device) < lengths[:, None]  # (B, T)
+        padded = values.new_zeros(*present.shape, x.shape[-1]).index_put((present,), values)
+        output = self.forward(padded, mask=None if self.causal else present)
+        return torch.nested.nested_tensor_from_jagged(output[present], offsets)
 
     def _heads(self, x: Tensor, past: int = 0) -> list[Tensor]:
         """Project tokens (B, T, D) to queries, keys and values (B, heads, T, d) of all heads or this rank's."""
@@ -219,37 +238,50 @@ class SelfAttention(CachedAttention):
             return [*parts]
         return [part.contiguous() for part in parts]  # for jagged texts torch's math kernel takes nothing else
 
-    def _mask(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask of a whole text, None for what `causal` says; and the queries that see nothing."""
+    def _mask(self, x: Tensor, query: Tensor, mask: Tensor | None) -> tuple[Tensor | CausalMask | None, Tensor | None]:
+        """Return what queries of a whole text see, None for what `causal` says; and those that see nothing."""
         if x.is_nested:
             return None, None
-        places, empty = torch.arange(x.shape[1], device=x.device), None
+        places = torch.arange(x.shape[1], device=x.device)
         if mask is not None:
-            mask, empty = self.narrow_mask(x, mask, self.num_heads, dtype)
-        elif self.window is not None or (self.causal and isinstance(self.position, Alibi)):
-            mask = visible(places, places, self.window, self.sinks)
-        return self._add_bias(mask, places, places, dtype), empty
+            mask, empty = self.narrow_mask(x, mask, self.num_heads, query.dtype)
+            empty = None if empty is None else of_rank(empty, query.shape[1], self.qkv)
+            return self._add_bias(mask, places, places, query), empty
+        slopes = self._slopes(query)
+        if not self.causal:
+            return None if slopes is None else alibi_bias(places, places, slopes), None
+        window = None if self.window is None or self.window >= x.shape[1] else self.window
+        if window is None and slopes is None:
+            return None, None
+        return CausalMask(window, 0 if window is None else self.sinks, slopes), None
 
-    def _cached_mask(self, x: Tensor, cache: Cache, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask for tokens that the cache has just got, None for what a causal kernel does by itself."""
-        mask = cache.mask(x.shape[1], x.device, self.window, self.sinks)
-        if not isinstance(self.position, Alibi):
+    def _cached_mask(self, x: Tensor, query: Tensor, cache: Cache) -> Tensor | CausalMask | None:
+        """Return what tokens see that the cache has just got, None for what a causal kernel does by itself."""
+        if cache.length == x.shape[1] and cache.padding is None:
+            return self._mask(x, query, None)[0]
+        mask, slopes = cache.mask(x.shape[1], x.device, self.window, self.sinks), self._slopes(query)
+        if slopes is None:
             return mask
         places = cache.places(x.shape[1], x.device)
-        return self._add_bias(visible(*places) if mask is None else mask, *places, dtype)
+        return self._add_bias(visible(*places) if mask is None else mask, *places, query)
 
-    def _add_bias(self, mask: Tensor | None, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Add the bias of `Alibi` for queries and keys at these places to a mask, in the type of the queries."""
+    def _slopes(self, query: Tensor) -> Tensor | None:
+        """Return the slopes of `Alibi` for these queries, of all heads or this rank's; None without."""
         if not isinstance(self.position, Alibi):
+            return None
+        slopes = torch.tensor(self.position.slopes(self.num_heads), dtype=query.dtype, device=query.device)
+        return of_rank(slopes[None, :, None, None], query.shape[1], self.qkv).flatten()
+
+    def _add_bias(self, mask: Tensor | None, queries: Tensor, keys: Tensor, query: Tensor) -> Tensor | None:
+        """Add the bias of `Alibi` for queries and keys at these places to a mask; both for the heads of `query`."""
+        mask, slopes = None if mask is None else of_rank(mask, query.shape[1], self.qkv), self._slopes(query)
+        if slopes is None or mask is None:
             return mask
-        slopes = torch.tensor(self.position.slopes(self.num_heads), dtype=dtype, device=queries.device)
-        bias = self.position.bias(queries, keys, slopes)
-        if mask is None:
-            return bias
+        bias = alibi_bias(queries, keys, slopes)
         return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
     def extra_repr(self) -> str:
-        facts = f"num_heads={self.num_heads}, causal={self.causal}, dropout={self.dropout}, backend={self.backend}"
+        facts = f"num_heads={self.num_heads}, causal={self.causal}, backend={self.backend}"
         options = {
             "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
             "position": self.position, "window": self.window, "sinks": self.sinks or None,
