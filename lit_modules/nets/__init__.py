@@ -12,6 +12,7 @@ from lit_modules.nets.attention import (
     Rotary,
     SelfAttention,
     any_kernel,
+    mask_texts,
 )
 from lit_modules.nets.attention_maps import attention_maps
 from lit_modules.nets.base import (

@@ -2,6 +2,7 @@
 
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -382,10 +383,17 @@ def test_projections_of_a_form_that_a_short_text_hides_are_refused(attention: An
 
 def test_the_pages_examples_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "attention-layers.md").read_text()
-    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (drawn,) = re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    first, second, third = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(compile(first, "docs/attention-layers.md", "exec"), {})
-    assert capsys.readouterr().out == f"2304 2304\n{drawn}"
+    assert capsys.readouterr().out == "2304 2304\n"
     exec(compile(second, "docs/attention-layers.md", "exec"), {})
     size = "torch.Size([2, 10, 64])"
     assert capsys.readouterr().out == f"{size}\n{size} {4 * (24 + 8)}\n{size}\n"
+    exec(compile(third, "docs/attention-layers.md", "exec"), {})
+    assert capsys.readouterr().out == "6400 6400\n"
+
+
+def test_the_pages_picture_is_what_the_layers_give() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    draw = runpy.run_path(str(docs / "attention_masks.py"))["draw"]
+    assert draw() == (docs / "images" / "attention_masks.svg").read_text(), "python docs/attention_masks.py"
