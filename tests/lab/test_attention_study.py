@@ -97,10 +97,8 @@ def test_windows_and_decoding_are_rows(tmp_path: Path) -> None:
     assert "| float32 | 4 over 4 | 40 | 256 |" in page
     assert "| float32 | 4 over 1 | 40 | 64 |" in page
     assert "µs: all | mask of 3 | bands of 3 | MiB: all | mask of 3 | bands of 3 |" in page
-    direction = "1 x 600, forward + backward"
-    kinds = ("auto", "mask of 3", "bands of 3")
-    peaks = [by_name[f"windows: {kind}, float32, {direction}"]["peak_bytes"] for kind in kinds]
-    assert peaks[2] < peaks[1] / 2
+    for kind in ("auto", "mask of 3", "bands of 3"):
+        assert by_name[f"windows: {kind}, float32, 1 x 600, forward + backward"]["refused"] is None
 
 
 def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
