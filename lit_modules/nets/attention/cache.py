@@ -31,25 +31,29 @@ class Cache:
         self.window, self.sinks = window, sinks if window is not None else 0
         self.slots = max_length if window is None else min(max_length, window + sinks)
         self._stored: list[Tensor] = []  # keys and values (B, heads, slots, width)
-        self._places: Tensor | None = None  # of the keys that `append` returned last; None: 0, 1, 2, ...
+        self._places: Tensor | None = None  # of the keys that `append` returned last; None: of all, or of the slots
 
     def mask(self, count: int, device: torch.device, window: int | None = None, sinks: int = 0) -> Tensor | None:
         """Return which keys that `append` returned the last `count` attend to, (count, n) or (B, 1, count, n).
 
         None if that is all of them, or is what a causal kernel does by itself.
         """
-        last, places = self.places(count, device)
         if self.padding is None:
             kept = self.window is not None and (self.window, self.sinks) == (window, sinks)
             near = window is None or self.length <= window
             if (count == 1 and (kept or near)) or (count == self.length and near):
                 return None
+        last, places = self.places(count, device)
         return visible(last, places, window, sinks, self.padding)
 
     def places(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the places (count,) of the last tokens, and (n,) or (B, n) of the keys that `append` returned."""
         last = torch.arange(self.length - count, self.length, device=device)
-        return last, torch.arange(self.length, device=device) if self._places is None else self._places
+        if self._places is not None:
+            return last, self._places
+        if self.window is not None:
+            return last, self._places_of(min(self.length, self.slots), device)
+        return last, torch.arange(self.length, device=device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, heads, t, width); return those (B, heads, n, width) that the t may attend to.
@@ -82,8 +86,7 @@ class Cache:
         held = min(start, self.slots)
         if count == 1 and self.padding is None:  # the token that leaves the window is no longer needed
             self._write(keys, values)
-            held = min(self.length, self.slots)
-            self._places = self._places_of(held, device)
+            held, self._places = min(self.length, self.slots), None
             return self._stored[0][:, :, :held], self._stored[1][:, :, :held]
         new = torch.arange(start, start + count, device=device)
         old = self._places_of(held, device)
@@ -115,8 +118,9 @@ class Cache:
             sinks, recent = range(start, min(end, self.sinks)), range(max(start, self.sinks, end - self.window), end)
             for kept in filter(len, (sinks, recent)):
                 slots = [r if r < self.sinks else self.sinks + (r - self.sinks) % self.window for r in kept]
+                places = slots if len(slots) > 1 else slice(slots[0], slots[0] + 1)  # a slice needs no index tensor
                 for stored, new in zip(self._stored, (keys, values), strict=True):
-                    stored[:, :, slots] = new[:, :, kept.start - start : kept.stop - start]
+                    stored[:, :, places] = new[:, :, kept.start - start : kept.stop - start]
             return
         rows = torch.arange(start, end, device=keys.device) - self.padding[:, None]  # (B, t)
         last = end - self.padding[:, None]
