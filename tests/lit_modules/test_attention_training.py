@@ -33,7 +33,9 @@ NETS: dict[str, dict[str, Any]] = {
 PIPELINE = {"tie_weights": False, "balance": 0.0}  # its stages share no weights, and see no routers
 PLACES = ["ddp 3", "fsdp 2", "tensor_parallel 2", "pipeline 2"]
 QUICK = ["ddp 3, experts", "tensor_parallel 2, grouped", "pipeline 2, window"]
-EXACT = ["ddp 2", "ddp 3", "ddp_zero1 3", "pipeline 2"]
+EXACT = ["ddp 3", "pipeline 2"]
+# Each net on two kinds of hardware, and each kind with nets of all families; on all four they agreed on 2026-11-26.
+TRIED = [f"{place}, {name}" for number, name in enumerate(NETS) for place in PLACES[number % 2 :: 2]]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def alone(name: str, pipelined: bool) -> Outcome:
         return trained(Path(folder), name, pipelined, "auto 1")
 
 
-@pytest.mark.parametrize("where", mostly_slow([f"{place}, {name}" for name in NETS for place in PLACES], *QUICK))
+@pytest.mark.parametrize("where", mostly_slow(TRIED, *QUICK))
 def test_float64_losses_are_those_of_one_process(where: str, tmp_path: Path) -> None:
     place, _, name = where.partition(", ")
     pipelined = place.startswith("pipeline")
