@@ -1,3 +1,3 @@
-"""The numeric core: keyed randomness, the global batch, collectives over replicas, errors, weights files."""
+"""The numeric core: keyed randomness, the global batch, collectives over replicas, errors, contract, weights files."""
 
 __version__ = "0.2.0"

@@ -69,9 +69,9 @@ class Batch(NamedTuple):
         Raises:
             BadInput: the global batch has no rows.
         """
-        if isinstance(batch, cls):
+        if isinstance(batch, Batch):
             return batch
-        inputs, labels = batch  # type: ignore[misc]
+        inputs, labels = batch
         count, before, weight = _count_rows(labels, shared)
         if shared and not count:
             raise BadInput("data", "a batch of 0 rows", "at least one row on some rank")

@@ -12,7 +12,7 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
     Args:
         argument: the name of the argument, dotted for an object inside another (`data.root`); "" for none.
         value: what was passed.
-        expected: what would have been right.
+        expected: what would have been right, or why nothing would: a text that begins with "not allowed".
     """
 
     def __init__(self, argument: str, value: object, expected: str) -> None:
@@ -21,7 +21,8 @@ class BadInput(ValueError):  # noqa: N818 - it names the fault, and users read i
 
     def __str__(self) -> str:
         argument = f"{shorten(self.argument)} " if self.argument else ""
-        return f"{argument}{shorten(str(self.value))}: expected {self.expected}"
+        fault = self.expected if self.expected.startswith("not allowed") else f"expected {self.expected}"
+        return f"{argument}{shorten(str(self.value))}: {fault}"
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def relate(relation: Relation, tree: Any, rows: Tensor, count: int) -> tuple[Ten
         relation: the function; it may change state, alike on all ranks.
         tree: tensors (b, ...) of these rows; gradients reach those that require them.
         rows: (b,) int64, the rows' positions in the global batch; b may be 0.
-        count: B, the rows of the global batch. Inside a shard of `--exact` the strategy knows it.
+        count: B, the rows of the global batch. Inside a shard of an exact step the strategy knows it.
     """
     if (shards := _shards.get()) is not None:
         return shards.relate(relation, tree, rows)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 
+BROKEN = "cut short or no checkpoint at all"
 LISTED = 20  # keys in a message, of a kind
+FEW = 3  # names in a warning
 # What weights files hold beside tensors, and torch takes for code: settings of a script, numbers of numpy.
 _SCALAR = np.float64(0).__reduce__()[0]
 HARMLESS: list[Any] = [
@@ -42,13 +44,13 @@ def read_saved(path: str | Path, flag: str, what: str = "a file of weights") -> 
         raise BadInput(flag, path, f"{what} that can be read ({error.strerror})") from None
     except Exception as error:  # noqa: BLE001 - torch.load of a broken file raises whatever its parser meets
         runs_code = "GLOBAL " in str(error)  # a pickle that names a function or a class
-        why = "cut short or no checkpoint at all" if not runs_code else "more than a state_dict: it would run code"
+        why = "more than a state_dict: it would run code; save net.state_dict()" if runs_code else BROKEN
         raise BadInput(flag, path, f"{what}; it is {why}") from None
 
 
-def list_keys(keys: Sequence[str]) -> str:
+def list_keys(keys: Sequence[str], most: int = LISTED) -> str:
     """Return the first keys, and the number of others, as text."""
-    return ", ".join(keys[:LISTED]) + f" and {len(keys) - LISTED} more" * (len(keys) > LISTED)
+    return ", ".join(keys[:most]) + f" and {len(keys) - most} more" * (len(keys) > most)
 
 
 def check_weights(

@@ -16,7 +16,10 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from lit_modules.nets import GPT
-from lit_modules.nets.attention import DifferentialAttention, LatentAttention, Rotary, SelfAttention
+from lit_modules.nets.attention.differential import DifferentialAttention
+from lit_modules.nets.attention.latent import LatentAttention
+from lit_modules.nets.attention.positions import Rotary
+from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], Tensor]

@@ -39,7 +39,8 @@ from benchmarks.attention_rivals import (
 from benchmarks.common import Measurement, Target
 from lit_modules.nets import GPT
 from lit_modules.nets.attention import delta, gated, linear
-from lit_modules.nets.attention.attend import Form, attend
+from lit_modules.nets.attention.attend import attend
+from lit_modules.nets.attention.form import Form
 
 PARTS = ("training", "decoding", "linear", "grouped")
 QUICK = Sizes(width=32, heads=4, texts=1, length=8, window=4, cached=12, long=64)
@@ -119,6 +120,7 @@ INNER = 8  # tokens in a round
 def decode_ours(net: GPT, sizes: Sizes, room: int) -> Call:
     """Fill the cache; return what writes one more token."""
     decoder = net.decoder(sizes.cached + room, None)
+    assert decoder is not None  # its mixers have caches
     tokens = torch.arange(sizes.cached)[None] * 7 % 256
     for part in tokens.split(512, 1):
         decoder(part)

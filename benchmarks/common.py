@@ -7,6 +7,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,12 +28,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from apprentice.children import end_with_parent, following
+from apprentice.errors import BadInput
 from datamodules import ImageData
 from datamodules.splits import Split
 from harness.cli.messages import one_line_errors
+from harness.ranks import check_variables
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
-from harness.runs.files import write_json
+from harness.runs.files import check_output, write_json
 from harness.runs.progress import peak_memory
 from harness.runs.quiet import quiet
 from lab.studies.isolation import run_forked
@@ -44,6 +48,7 @@ DATA = ROOT.parent / "shared" / "data"
 SILENT: dict[str, Any] = {"accelerator": "cpu", "logger": False} | dict.fromkeys(
     ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
+JSON_HEAD = '{\n  "benchmark"'  # how files of figures begin
 T = TypeVar("T")
 Runs = dict[str, list[float]]  # one value a round, by name
 Rivals = dict[str, Callable[[], float]]
@@ -177,8 +182,20 @@ def run_in_ranks(world_size: int, measure: Callable[[], T]) -> list[T]:
 def call_fresh(function: Callable[..., T], *args: Any, env: Mapping[str, str]) -> T:
     """Call a function in a fresh interpreter and return its result; a loader in it has to fork its workers."""
     spawn = multiprocessing.get_context("spawn")
-    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as processes:
+    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn, end_with_parent) as processes:
         return processes.submit(function, *args).result()
+
+
+def start_program(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+    """Start a program that is killed when this process ends; takes the options of Popen."""
+    return subprocess.Popen(command, preexec_fn=following(), **options)  # noqa: PLW1509
+
+
+def run_program(
+    command: Sequence[str], signum: int = signal.SIGKILL, **options: Any
+) -> "subprocess.CompletedProcess[Any]":
+    """Run a program that gets this signal when this process ends; takes the options of `subprocess.run`."""
+    return subprocess.run(command, preexec_fn=following(signum), **options)  # noqa: PLW1510
 
 
 def command_line(experiment: str, *flags: str) -> list[str]:
@@ -190,7 +207,7 @@ def run_clocked(experiment: str, *flags: str, env: Mapping[str, str] | None = No
     with tempfile.TemporaryDirectory() as folder:
         clock = ["--trainer.callbacks", "benchmarks.common.Clock", "--trainer.callbacks.folder", folder]
         command, start = command_line(experiment, *flags, *clock, "--out", f"{folder}/out"), time.time()
-        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
+        run_program(command, env=env, stdout=subprocess.DEVNULL, check=True)
         records = {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
         return {name: record | {"first": record["first"] - start} for name, record in records.items()}
 
@@ -234,6 +251,24 @@ class Measurement(NamedTuple):
     facts: Mapping[str, Any] = {}  # others, for the file
 
 
+def out_file(begins: str = JSON_HEAD) -> Callable[[str], Path]:
+    """Return the type of `--out`: a new file, or one that begins so, which only a benchmark writes."""
+
+    def read(text: str) -> Path:
+        try:
+            check_output(Path(text), begins, "a benchmark's figures")
+        except BadInput as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return Path(text)
+
+    return read
+
+
+def write_figures(out: Path, benchmark: str, values: Mapping[str, Any]) -> None:
+    """Write figures as JSON, which begins with the benchmark's name."""
+    write_json(out, {"benchmark": benchmark, **values})
+
+
 Measure = Callable[[argparse.Namespace], Measurement]
 
 
@@ -255,7 +290,7 @@ def table(measurement: Measurement, targets: Mapping[str, Target]) -> str:
     ]
     for name, runs in measurement.ratios.items():
         middle, target = median(runs), targets[name]
-        ratio = f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if middle < 0.5 else "")
+        ratio = f"{middle:.3f}" + (f" = 1/{1 / middle:.1f}" if 0 < middle < 0.5 else "")
         rows.append([target.text, target.words(middle), ratio, f"{min(runs):.2f} to {max(runs):.2f}"])
     return Table(["", "target", "median", "all rounds"], rows, left=2).plain(200)
 
@@ -272,7 +307,7 @@ def parser(description: str | None, rounds: tuple[str, int], rounds_help: str) -
     formatter = argparse.RawDescriptionHelpFormatter
     command = argparse.ArgumentParser(description=description, formatter_class=formatter)
     command.add_argument(rounds[0], dest="rounds", type=int, default=rounds[1], help=rounds_help)
-    command.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
+    command.add_argument("--out", type=out_file(), help="write all figures to this file, as JSON")
     return command
 
 
@@ -280,8 +315,9 @@ def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target
     """Measure, print the table and write `--out`; exit with 2 for bad input, with 1 for a missed target if `strict`."""
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     header = json.loads(json.dumps(settings, default=str)) | environment.measurement_conditions()
-    flags: Any = SimpleNamespace(flag=lambda name, _: name)  # an option is refused by its class
+    flags: Any = SimpleNamespace(flag_of=lambda name: name, is_flag=lambda _: False)  # a class refuses its option
     with one_line_errors(flags), quiet():
+        check_variables()
         measurement = measure(args)
     header |= measurement.facts
     print(*(f"{key}: {value}" for key, value in header.items()), table(measurement, targets), sep="\n")
@@ -290,9 +326,9 @@ def run(args: argparse.Namespace, measure: Measure, targets: Mapping[str, Target
     ratios = medians(measurement.ratios)
     if args.out:
         figures = {unit: medians(runs) for unit, runs in measurement.figures.items()}
-        header = {"benchmark": Path(measure.__code__.co_filename).stem, **header, "figures": figures, "ratios": ratios}
+        header = {**header, "figures": figures, "ratios": ratios}
         header["rows"] = [row(targets[name], runs) for name, runs in measurement.ratios.items()]
         rounds = {"figures": measurement.figures, "ratios": measurement.ratios}
-        write_json(args.out, header | {"all_rounds": rounds})
+        write_figures(args.out, Path(measure.__code__.co_filename).stem, header | {"all_rounds": rounds})
     if strict and not all(targets[name].reached(ratio) for name, ratio in ratios.items()):
         sys.exit(1)

@@ -36,7 +36,7 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Rivals, Target
 from datamodules import ImageFolder
-from datamodules.streams import Streamed
+from datamodules.streams import SampleStream
 from harness.runs import environment
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import LightNN, Torchvision
@@ -83,7 +83,7 @@ def folder(root: Path, cache: str, transforms: str, args: argparse.Namespace) ->
 
 def ours(data: ImageFolder) -> Iterator[Tensor]:
     """Yield normalised batches; augment images in memory here, as on the training device."""
-    streamed = isinstance(data.split("train"), Streamed)
+    streamed = isinstance(data.split("train"), SampleStream)
     for batch in data.train_dataloader():
         yield data.normalize(batch.inputs if streamed else data.finish(batch.inputs, 0, batch.index))
 

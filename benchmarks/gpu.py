@@ -45,6 +45,7 @@ from benchmarks import common, gpt_speed, kd_speed
 from harness.reports.report import MIB
 from harness.reports.tables import NONE, Table, short
 from harness.runs import environment
+from harness.runs.files import write_text
 from harness.runs.progress import peak_memory
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
@@ -198,6 +199,7 @@ def attention(size: Size) -> Rows:
 
 PARTS = {"kd": kd, "gpt": gpt, "precision": precision, "strategies": strategies, "attention": attention}
 SECONDS = {"kd": 90, "gpt": 150, "precision": 70, "strategies": 110, "attention": 100}  # of a part
+TITLE = "# Figures"
 SPARE = 15  # seconds in which a part reads the rows of an experiment that it has stopped
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])}  # has `benchmarks`
 
@@ -217,7 +219,9 @@ def study(experiment: str, *flags: str) -> Iterator[Mapping[str, Any]]:
 def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> str:
     """Run a command in a new session, and kill it after so many seconds; return why it failed, or ""."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = common.start_program(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             exit_code = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -273,7 +277,7 @@ def section(part: str, rows: Sequence[tuple[str, Figures]], failure: str = "") -
 def head(args: argparse.Namespace) -> str:
     setting = environment.measurement_conditions()
     name = "a CPU" if args.device == "cpu" else torch.cuda.get_device_name()
-    lines = [f"# Figures of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.command])}`"]
+    lines = [f"{TITLE} of {name}", f"`{' '.join(['python', 'benchmarks/gpu.py', *args.command])}`"]
     lines += ["Sizes are tiny: these figures say nothing."] if args.quick else []
     return "\n\n".join([*lines, *(f"{key}: {value}" for key, value in setting.items())])
 
@@ -284,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     command.add_argument("--quick", action="store_true", help="tiny sizes, whose figures say nothing")
-    command.add_argument("--out", type=Path, default=Path("gpu.md"))
+    command.add_argument("--out", type=common.out_file(TITLE), default="gpu.md")
     command.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # in the process of a part: where rows go
     args = command.parse_args(argv)
     args.command = sys.argv[1:] if argv is None else list(argv)
@@ -297,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part in args.parts:
         sections.append(measure_part(part, args))
         print(sections[-1], end="\n\n", flush=True)
-        args.out.write_text("\n\n".join([head(args), *sections]) + "\n")
+        write_text(args.out, "\n\n".join([head(args), *sections]) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/int8_speed.py --depth 20 --batch_size 128 --threads 1 --out int8_speed.json
 
-Both nets are compiled by Inductor with frozen weights and called in turn (`harness.studies.deploy.Latency`); a compiled
+Both nets are compiled by Inductor with frozen weights and called in turn (`deploy.latency`); a compiled
 net that answers otherwise is an error. Weights are random, as no time depends on them, and int8 is post-training.
 Expected on a processor with VNNI: at least 2 times the throughput; elsewhere there is no bound. The int8 ONNX file is
 expected to have at most 0.3 of the bytes. Ends with exit code 1 where it is not so. Run it on a quiet machine.
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Runs, Target
-from harness.studies.deploy import Latency, formats
+from deploy.export_folder import ONNX
+from deploy.int8 import quantize_post_training
+from deploy.latency import Latency
+from deploy.writers import write_onnx
 from lit_modules.nets import ResNet
-from lit_modules.quantization import quantize_post_training
 
 SHAPE = (3, 32, 32)
 INFO = Path("/proc/cpuinfo")
@@ -41,8 +43,8 @@ def build_both(depth: int, batch_size: int) -> tuple[dict[str, nn.Module], Tenso
 
 def onnx_bytes(net: nn.Module, images: Tensor) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        formats.write_onnx(net, images, Path(folder))
-        return (Path(folder) / formats.ONNX).stat().st_size
+        write_onnx(net, images, Path(folder))
+        return (Path(folder) / ONNX.name).stat().st_size
 
 
 def measure(args: argparse.Namespace) -> Measurement:

@@ -74,7 +74,7 @@ def loss_of(name: str, student: Any, teacher: Any, images: Tensor, labels: Tenso
     maps = student.features(images)
     logits = student.classifier(torch.flatten(maps, 1))
     loss = 0.75 * F.cross_entropy(logits, labels)
-    if name == "student kd":  # both distributions softened with temperature 2
+    if name == "student kd":  # as later code of the tutorial; its first code keeps the teacher's entropy, a constant
         divergence = F.kl_div(F.log_softmax(logits / 2, 1), F.softmax(teachers_logits / 2, 1), reduction="batchmean")
         return loss + 0.25 * 2**2 * divergence
     if name == "student cosine":  # flattened maps; the teacher's 2048 values are pooled to the student's 1024

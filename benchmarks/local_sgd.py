@@ -10,7 +10,6 @@ all. `seconds` are those of the training loop, without start-up. One seed: diffe
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from datamodules import Digits
 from harness.runs import environment
-from harness.runs.files import write_json
 from harness.runs.quiet import quiet
 from lab.strategies import LocalSGD
 from lit_modules.classifier import LitClassifier
@@ -37,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--periods", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--out", type=Path, default=Path("local_sgd.json"))
+    parser.add_argument("--out", type=common.out_file(), default="local_sgd.json")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{label:9}  {name:13}{numbers}", flush=True)
             rows.append({"optimizer": label, "strategy": name, "losses": losses, "seconds": seconds})
     machine = {"hardware": environment.hardware(), "versions": environment.versions()}
-    write_json(options.out, {"devices": options.devices, **machine, "rows": rows})
+    common.write_figures(options.out, "local_sgd", {"devices": options.devices, **machine, "rows": rows})
 
 
 if __name__ == "__main__":

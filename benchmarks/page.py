@@ -30,7 +30,8 @@ def update_table(page: str, results: Sequence[dict]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     files = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
-    results = [result for file in files if {"rows", "benchmark"} <= (result := json.loads(file.read_text())).keys()]
+    results = [json.loads(file.read_text()) for file in files]
+    results = [result for result in results if {"rows", "benchmark", "date"} <= result.keys()]
     PAGE.write_text(update_table(PAGE.read_text(), results))
 
 

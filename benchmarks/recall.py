@@ -8,11 +8,9 @@ and gradients clipped at 1: accuracy on 1,000 other texts. Chance among the valu
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.keyed import with_seed
+from benchmarks import common
 from datamodules import Recall
 from lit_modules.nets import GPT, DeltaAttention, GatedLinearAttention, LinearAttention, SelfAttention
-from lit_modules.nets.attention import ShortConvolution
+from lit_modules.nets.attention.convolution import ShortConvolution
 from lit_modules.nets.gpt import STD
 
 WIDTH, HEADS, LAYERS, BATCH, TESTED = 32, 2, 2, 64, 1000
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--steps", type=int, default=750)
     command.add_argument("--every", type=int, default=250, help="steps between tests")
     command.add_argument("--seed", type=int, default=0, help="of the first weights")
-    command.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
+    command.add_argument("--out", type=common.out_file(), help="write all figures to this file, as JSON")
     args = command.parse_args(argv)
     torch.set_num_threads(1)
     rows = {}
@@ -103,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows[name] = train(name, args.steps, args.every, args.seed)
         print(f"{name:22}", *(f"{step}: {share:.3f}" for step, share in rows[name].items()), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(rows))
+        common.write_figures(args.out, "recall", {"rows": rows})
 
 
 if __name__ == "__main__":

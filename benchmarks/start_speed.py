@@ -50,7 +50,7 @@ def first_line_seconds(name: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = common.command_line(name, "--out", f"{folder}/out")
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with common.start_program(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             lines = process.stdout.readline(), process.stdout.readline()
             seconds = time.perf_counter() - start

@@ -3,12 +3,12 @@
     python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl                # 70 CPU seconds, one thread
     python benchmarks/teacher_top_k.py FOLDER gsm8k/train.jsonl --train 16     # trains a student by each row
 
-FOLDER is a Llama-like model of transformers, or a .gguf file. The data have the columns `question` and `answer`. A
-student is the teacher without one of its layers, near to it; another is its first and last quarter, far from it. Each
-row compares the forward KL divergence at temperature 1, and its gradient on the student's logits, with those of the
-teacher's whole distribution, over all response tokens. With `--train N` the rows are those of a student with half of
-SmolLM2's blocks that has trained by each form on N texts, one a step: its forward KL divergence from the whole
-distribution, and its cross-entropy, on `--texts` others.
+FOLDER is a Llama-like model of transformers, such as the one whose path `benchmarks/smollm2.py` prints. The data have
+the columns `question` and `answer`. A student is the teacher without one of its layers, near to it; another is its
+first and last quarter, far from it. Each row compares the forward KL divergence at temperature 1, and its gradient on
+the student's logits, with those of the teacher's whole distribution, over all response tokens. With `--train N` the
+rows are those of a student with half of SmolLM2's blocks that has trained by each form on N texts, one a step: its
+forward KL divergence from the whole distribution, and its cross-entropy, on `--texts` others.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.batch import label_mask
-from apprentice.gguf import model_folder
 from benchmarks.lm_speed import BLOCKS
 from datamodules import Chat
 from lit_modules.nets import HuggingFaceLM, Outputs
 from lit_modules.objectives import Hinton
-from lit_modules.stored_teacher.forms import Form
+from lit_modules.text.stored_teacher.forms import Form
 
 FORMS = [Form(k, "bucket", (1.0, 2.0)) for k in (8, 32, 128)]
 FORMS += [Form(32, "renormalize", ()), Form(32, "sample", (1.0,)), Form(None, "bucket", ())]
@@ -60,10 +59,9 @@ def gradient(z_s: Tensor, teacher: Outputs) -> tuple[float, Tensor]:
 
 def prepare(args: argparse.Namespace) -> tuple[Chat, HuggingFaceLM]:
     """Return the data and the teacher."""
-    folder = model_folder(args.model)
-    data = Chat(args.data, prompt="question", response="answer", tokenizer=folder, batch_size=4, max_length=512)
+    data = Chat(args.data, prompt="question", response="answer", tokenizer=args.model, batch_size=4, max_length=512)
     data.setup()
-    return data, HuggingFaceLM(folder, data.num_classes, data.block_size, pretrained=True).eval()
+    return data, HuggingFaceLM(args.model, data.num_classes, data.block_size, pretrained=True).eval()
 
 
 def kl_and_ce(student: HuggingFaceLM, texts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
@@ -92,10 +90,9 @@ def train(args: argparse.Namespace) -> list[str]:
     for form in FORMS:
         student, tokens = copy.deepcopy(start), 0
         optimizer = torch.optim.AdamW(student.parameters(), lr=args.lr)
-        record = form.record(data.num_classes, is_double=False)
         for inputs, labels, z_t in training:
             counts = label_mask(labels)
-            taught = form.expand(form.reduce(z_t, record, tokens), torch.ones(1, len(z_t), dtype=torch.bool))
+            taught = form.expand(form.reduce(z_t, tokens), torch.ones(1, len(z_t), dtype=torch.bool))
             outputs = Outputs(student(inputs)[counts][None], {})
             optimizer.zero_grad()
             Hinton(1.0)(outputs, taught, labels[counts][None])["kd"].values.mean().backward()
@@ -117,6 +114,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     }
     seconds: dict[Form | str, float] = defaultdict(float)
     sums: dict[tuple[Form, str], Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+    sizes: dict[Form, int] = {}
     tokens = 0
     for chunk in torch.arange(args.texts).split(1):
         inputs, labels = data.samples("train", chunk)
@@ -128,9 +126,10 @@ def measure(args: argparse.Namespace) -> list[str]:
             of_students = {name: student(inputs)[counts][None] for name, student in students.items()}
         for form in FORMS:
             start = time.perf_counter()
-            entries = form.reduce(z_t, form.record(data.num_classes, is_double=False), tokens)
+            entries = form.reduce(z_t, tokens)
             seconds[form] += time.perf_counter() - start
-            stored = form.expand(entries, torch.ones(1, len(entries), dtype=torch.bool))
+            sizes[form] = sum(x[0].nbytes for x in entries.values())  # bytes a token
+            stored = form.expand(entries, torch.ones(1, len(z_t), dtype=torch.bool))
             for name, z_s in of_students.items():
                 whole = gradient(z_s, Outputs(z_t[None], {}))[1]
                 loss, found = gradient(z_s, stored)
@@ -138,7 +137,7 @@ def measure(args: argparse.Namespace) -> list[str]:
         tokens += len(z_t)
     rows = [f"{tokens:,} response tokens of {args.texts} texts; the teacher took {seconds['teacher']:.0f} s"]
     for form in FORMS:
-        size = form.record(data.num_classes, is_double=False).itemsize
+        size = sizes[form]
         parts = [str(form), f"{size:,}", f"{size * everything / 1e6:,.0f}", f"{seconds[form] / seconds['teacher']:.3f}"]
         for name in students:
             loss, error, norm = sums[form, name].tolist()
@@ -150,7 +149,7 @@ def measure(args: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a folder of transformers, or a .gguf file")
+    parser.add_argument("model", help="a folder of transformers")
     parser.add_argument("data", type=Path, help="JSON lines")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--train", type=int, default=0, help="texts that a student trains on by each row")

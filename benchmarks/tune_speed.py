@@ -11,7 +11,6 @@ teacher's forward of a batch, single fits ask it for every setting, and a search
 
 import argparse
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -36,7 +35,7 @@ def experiment(args: argparse.Namespace, out: Path, *flags: str) -> Path:
     nets = ["--data", "benchmarks.common.Noise", "--teacher", "ResNet", "--student", "ResNet", *sizes]
     options = ["--teacher_cache_mb", "0", "--trainer.logger", "false", "--out", str(out), *flags]
     command = common.command_line("kd", *nets, *options)
-    process = subprocess.run(command, env=common.thread_variables(1), capture_output=True, text=True, check=False)
+    process = common.run_program(command, env=common.thread_variables(1), capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(process.stderr)
     return out

@@ -1,18 +1,61 @@
-"""Where samples come from, and which rank sees which of them. A new data set is a file here and a line below."""
+"""Where samples come from, and which rank sees which of them.
 
-from datamodules.base import InMemoryData
-from datamodules.chat import Chat
-from datamodules.cifar10 import CIFAR10, CIFAR100
-from datamodules.copying import Copying
-from datamodules.digits import Digits
-from datamodules.hugging_face import HuggingFaceImages
-from datamodules.image_folder import ImageFolder
-from datamodules.image_table import ImageTable
-from datamodules.images import ImageData
-from datamodules.labelled_text import LabelledText
-from datamodules.mnist import MNIST, FashionMNIST
-from datamodules.needle import Needle
-from datamodules.recall import Recall
-from datamodules.shakespeare import Shakespeare
-from datamodules.text import Subwords, Text, Vocabulary, vocabulary_of
-from datamodules.transforms import Transforms
+A new data set is a file here and two lines below: for type checkers, and in the table of what is imported when used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datamodules.base import InMemoryData
+    from datamodules.cifar10 import CIFAR10, CIFAR100
+    from datamodules.digits import Digits
+    from datamodules.hugging_face import HuggingFaceImages
+    from datamodules.image_folder import ImageFolder
+    from datamodules.image_table import ImageTable
+    from datamodules.images import ImageData
+    from datamodules.mnist import MNIST, FashionMNIST
+    from datamodules.text.chat import Chat
+    from datamodules.text.copying import Copying
+    from datamodules.text.labelled_text import LabelledText
+    from datamodules.text.needle import Needle
+    from datamodules.text.plain_text import Text
+    from datamodules.text.recall import Recall
+    from datamodules.text.shakespeare import Shakespeare
+    from datamodules.text.vocabulary import Subwords, Vocabulary, vocabulary_of
+    from datamodules.transforms import Transforms
+
+MODULES = {
+    "InMemoryData": "base",
+    "Chat": "text.chat",
+    "CIFAR10": "cifar10",
+    "CIFAR100": "cifar10",
+    "Copying": "text.copying",
+    "Digits": "digits",
+    "HuggingFaceImages": "hugging_face",
+    "ImageFolder": "image_folder",
+    "ImageTable": "image_table",
+    "ImageData": "images",
+    "LabelledText": "text.labelled_text",
+    "MNIST": "mnist",
+    "FashionMNIST": "mnist",
+    "Needle": "text.needle",
+    "Recall": "text.recall",
+    "Shakespeare": "text.shakespeare",
+    "Subwords": "text.vocabulary",
+    "Text": "text.plain_text",
+    "Vocabulary": "text.vocabulary",
+    "vocabulary_of": "text.vocabulary",
+    "Transforms": "transforms",
+}
+
+__all__ = list(MODULES)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a class or function when it is used."""
+        if name not in MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

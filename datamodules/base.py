@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,14 +11,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
 from datamodules.fingerprints import Fingerprint
 from datamodules.limits import LIMITS
 from datamodules.loading import LoadedData
 from datamodules.preparation import Preparation
-from datamodules.splits import Samples, Source, Subset
-from datamodules.streams import Streamed
+from datamodules.splits import LabelledBy, Samples, Source, Subset
+from datamodules.streams import SampleStream
 
 LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all samples is one of all
 IMAGE = 3  # dimensions of an image: channels, height, width
@@ -27,7 +28,7 @@ IMAGE = 3  # dimensions of an image: channels, height, width
 class InMemoryData(LoadedData):
     """Labelled samples, in memory as uint8 unless a data set streams them, loaded in batches.
 
-    A data set overrides `read`; a kind of data that is not tokens overrides `normalize`.
+    A data set overrides `read`; a kind of data whose nets do not take whole numbers overrides `normalize`.
 
     Attributes:
         input_shape: of one sample, as nets take it.
@@ -35,14 +36,12 @@ class InMemoryData(LoadedData):
         given_to_nets: the attributes that a net's constructor takes, by name.
         task: what the labels are for, by its name in `lit_modules.tasks`.
         label_shape: of a sample's labels; () for one class a sample.
-        tokens_per_character: of samples whose task is `tokens`, which is judged by bits a character.
-        tokens_per_byte: in its place, of those that are judged by bits a byte.
-        labels_are_answers: of samples whose task is `tokens`, whether how many labels are predicted judges a net.
         training_options: options that change training but not the samples.
         free_options: options that change neither, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
-        packs_texts: whether rows of training batches hold several texts: see `Batch.starts`.
-        order_seed: the training seed. Order and augmentation depend on it; splits and subsets depend on `seed` alone.
+        packs_samples: whether rows of training batches hold several samples: see `Batch.starts`.
+        order_seed: the training seed. Order, augmentation and, unless `labelled_by` is `split`, the draw of labelled
+            samples depend on it; splits and subsets depend on `seed` alone.
 
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
@@ -59,6 +58,8 @@ class InMemoryData(LoadedData):
             is still their mean. Default: every batch is split evenly.
         labelled: train students with the labels of so many training samples, in equal counts of all classes as far as
             they last, and with the teacher's outputs for all; the teacher has all labels. Default: all labels.
+        labelled_by: what draws these samples: each training `seed` its own, so that the spread over seeds holds the
+            luck of the draw; or `split`, the same for all, by `seed` as the splits are.
     """
 
     input_shape: tuple[int, ...]
@@ -66,12 +67,8 @@ class InMemoryData(LoadedData):
     given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
-    tokens_per_character: float = 1.0
-    tokens_per_byte: float | None = None
-    labels_are_answers: bool = False
-    end_tokens: tuple[int, ...] = ()  # of a response in texts; known after `setup`
-    packs_texts: bool = False
-    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled"})
+    packs_samples: bool = False
+    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled", "labelled_by"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
     def __init__(
@@ -85,19 +82,22 @@ class InMemoryData(LoadedData):
         seed: int = 0,
         partition: list[float] | None = None,
         labelled: int | None = None,
+        labelled_by: LabelledBy = "seed",
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or not 1 <= batch_size <= LARGEST_BATCH:
             raise BadInput("data.batch_size", batch_size, f"a whole number of at least 1, at most {LARGEST_BATCH:,}")
         splits.check_sizes(train_size, test_size, validation_size, subset)
         splits.check_partition(partition)
+        splits.check_labelled_by(labelled_by, labelled)
         self.batch_size, self.train_size, self.test_size = batch_size, train_size, test_size
         self.validation_size, self.subset, self.seed, self.partition = validation_size, subset, seed, partition
-        self.labelled, self.hides_labels, self._labelled_samples = labelled, True, cast("Tensor | None", None)
+        self.labelled, self.labelled_by, self.hides_labels = labelled, labelled_by, True
+        self._true_labels = torch.empty(0, dtype=torch.int64)  # of training samples, without noise; after `setup`
         self.name = type(self).__name__
         self.order_seed = 0
         self.evaluated_rows: int | None = None
-        self._splits: dict[str, Samples | Streamed] = {}
+        self._splits: dict[str, Samples | SampleStream] = {}
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
@@ -121,17 +121,14 @@ class InMemoryData(LoadedData):
         """Return part, name, class and, after `relabel`, trained class of each sample if the test set is drawn."""
         return []
 
-    def limit_test(self, trainer: Trainer | None) -> None:
-        """Measure what depends on the samples that a Trainer tests on, such as the bytes of their responses."""
-
-    def check_same_texts(self, other: "InMemoryData", flag: str, value: str) -> None:
-        """Raise BadInput for `flag` unless another data module has the same texts, in other tokens."""
+    def limit_parts(self, trainer: Trainer | None) -> None:
+        """Measure what depends on the samples that a Trainer evaluates."""
 
     def check_fits(self, count: int) -> None:
         """Raise BadInput if so many samples would not fit in memory; sets of unknown size override this."""
 
-    def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
-        """Return the samples at (k,) places of a source, read into memory now, or `Streamed` while training."""
+    def hold(self, source: Source, places: Tensor) -> Samples | SampleStream:
+        """Return the samples at (k,) places of a source, read into memory now, or `SampleStream` while training."""
         return source.take(places)
 
     def setup(self, stage: str | None = None) -> None:
@@ -147,8 +144,8 @@ class InMemoryData(LoadedData):
         sizes = splits.Sizes(self.train_size, self.validation_size, self.test_size, self.subset, self.seed)
         places = splits.draw_parts([source.labels for source in (training, *others)], sizes, groups)
         self.check_fits(sum(map(len, places)))
-        if self.labelled is not None:
-            self._labelled_samples = splits.draw_labelled(training.labels[places[0]], self.labelled, self.seed)
+        self._true_labels = training.labels[places[0]]
+        self.labelled_samples()  # raises BadInput if there are not so many
         sources = (
             self.relabel(training, places[0]),
             (others[1:] or [training])[0],
@@ -160,11 +157,20 @@ class InMemoryData(LoadedData):
         if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
 
+    def labelled_samples(self) -> Tensor | None:
+        """Return which training samples have labels that students see, (n,) bool; None for all. See `order_seed`."""
+        if self.labelled is None:
+            return None
+        key = keyed.fold_in(self.seed, 6)
+        if self.labelled_by == "seed":
+            key = keyed.fold_in(key, self.order_seed)
+        return splits.draw_labelled(self._true_labels, self.labelled, key)
+
     def say(self, line: str) -> None:
         """Print a line about the data to stderr, in one process."""
         rank_zero_only(sys.stderr.write)(f"{self.name}: {line}\n")
 
-    def split(self, part: str) -> Samples | Streamed:
+    def split(self, part: str) -> Samples | SampleStream:
         """The samples of `train`, `validation` or `test`; reads the data first if needed, such as in a notebook."""
         if not self._splits:
             self.prepare_data()
@@ -185,8 +191,7 @@ class InMemoryData(LoadedData):
     def test_units(self, places: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is drawn together of test samples at places (n,), if that is not each sample by itself.
 
-        As `unit` (n,) a number for what a sample belongs to, such as its prompt; as `size` (n,) its weight in the
-        metric, such as its bytes.
+        As `unit` (n,) a number for what a sample belongs to; as `size` (n,) its weight in the metric.
         """
         return {}
 
@@ -204,13 +209,8 @@ class InMemoryData(LoadedData):
         """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
 
-    @property
-    def train_texts_repeat(self) -> bool:
-        """Whether a training text is the same in each epoch, so that what a teacher says of its tokens can be kept."""
-        return self.train_inputs_repeat
-
-    def check_tokenizer(self, name: str, whose: str) -> None:
-        """Raise BadInput if samples are other tokens than this tokenizer's, which the weights of `whose` net know."""
+    def check_net(self, net: Any, whose: str) -> None:
+        """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples."""
 
     @property
     def num_classes(self) -> int:
@@ -220,6 +220,23 @@ class InMemoryData(LoadedData):
     def net_arguments(self) -> dict[str, Any]:
         """Arguments of a net's constructor that the data determines."""
         return {name: getattr(self, name) for name in self.given_to_nets}
+
+    @property
+    def task_arguments(self) -> dict[str, Any]:
+        """Arguments of a task's constructor that the data determines."""
+        return {}
+
+    @property
+    def module_arguments(self) -> dict[str, Any]:
+        """Arguments of a LightningModule's constructor that the data determines."""
+        return {}
+
+    def questions(self, count: int) -> list[tuple[Tensor, Tensor]] | None:
+        """Return so many prompts (t,) of the test, each with a reference (r,), for nets to answer.
+
+        None where samples are not prompts with responses.
+        """
+        return None
 
     @property
     def preparation(self) -> Preparation:

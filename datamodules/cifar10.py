@@ -2,11 +2,11 @@
 
 import torchvision.datasets
 
-from datamodules.downloaded import Downloaded, Origin
 from datamodules.images import IMAGENET
+from datamodules.torchvision_data import Origin, TorchvisionData
 
 
-class CIFAR10(Downloaded):
+class CIFAR10(TorchvisionData):
     """60,000 colour photographs, 32 x 32, of ten classes: 50,000 train, 10,000 test (Krizhevsky, 2009)."""
 
     source: type[torchvision.datasets.CIFAR10] = torchvision.datasets.CIFAR10

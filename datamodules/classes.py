@@ -10,7 +10,7 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
-from datamodules.loaders import EpochOrder
+from datamodules.loaders import EpochOrder, TrainLoader
 from datamodules.resampling import ResampledOrder, balanced_weights, check_weights, flip_labels
 from datamodules.splits import LISTED, Source, Split
 
@@ -29,8 +29,8 @@ class ClassData(InMemoryData):
             counts the same, or a list of numbers in the order of the classes. A batch's mean is the weighted one over
             all devices.
         label_noise: fraction of the training labels to replace by another class, drawn from `seed`; labels of other
-            samples stay. With `labelled`, it is a fraction of all labels; a line says how many of the known ones are
-            wrong.
+            samples stay. With `labelled`, it is a fraction of all labels; a line says how many of those that
+            students know are wrong.
         options: those of InMemoryData.
     """
 
@@ -52,15 +52,17 @@ class ClassData(InMemoryData):
             raise BadInput("data.label_noise", label_noise, "a fraction (0.0 <= f < 1.0)")
         if balanced and self.labelled is not None:
             raise BadInput(
-                "data.balanced", "true", "--data.labelled null beside it: the class of some samples is hidden"
+                "data.balanced", "true", "`data.labelled null` beside it: the class of some samples is hidden"
             )
         self.balanced, self.class_weights, self.label_noise = balanced, class_weights, label_noise
+        self._is_wrong: Tensor | None = None  # of training samples, whether noise has changed the label
+        self._said = set[str]()
         self._check_partition("balanced", balanced)
 
     def _check_partition(self, flag: str, value: object) -> None:
         if value and self.partition is not None:
             raise BadInput(
-                f"data.{flag}", str(value).lower(), "--data.partition left out, by which a device has others"
+                f"data.{flag}", str(value).lower(), "not allowed with `data.partition`, by which a device has others"
             )
 
     def setup(self, stage: str | None = None) -> None:
@@ -70,28 +72,42 @@ class ClassData(InMemoryData):
         super().setup(stage)
         check_weights(self.class_weights, self.num_classes)
         if self.class_weights is not None:
-            labels = self.split("train").labels
-            self._say_weights("weights of classes", labels)
-            if self._labelled_samples is not None and self.class_weights == "balanced":
-                known = labels[self._labelled_samples]
-                self._say_weights(f"of students, by the {len(known):,} labels that they know", known)
+            self.say(f"weights of classes: {self._describe_weights(self.split('train').labels)}")
 
-    def _say_weights(self, what: str, labels: Tensor) -> None:
+    def train_dataloader(self) -> TrainLoader:
+        """As of InMemoryData; says once which weights and noise the labels have that a seed's students know."""
+        known = self.labelled_samples() if self.hides_labels else None
+        lines = [] if known is None else self._describe_known(known)
+        for line in lines:
+            if line not in self._said:
+                self.say(line)
+        self._said.update(lines)
+        return super().train_dataloader()
+
+    def _describe_known(self, known: Tensor) -> list[str]:
+        """Say what is special about the training samples `known` (n,) bool, whose labels students have."""
+        of = f"of the {int(known.sum()):,} labels that students know"
+        of += f" with seed {self.order_seed}" if self.labelled_by == "seed" else ""
+        lines = []
+        if self.class_weights == "balanced":
+            lines.append(f"weights {of}: {self._describe_weights(self.split('train').labels[known])}")
+        if self._is_wrong is not None:
+            lines.append(f"label noise: {int(self._is_wrong[known].sum()):,} {of} are another class")
+        return lines
+
+    def _describe_weights(self, labels: Tensor) -> str:
         weights = self._weights(labels).tolist()
         pairs = [f"{name} {weight:.3g}" for name, weight in zip(self.class_names, weights, strict=True)]
-        self.say(f"{what}: {', '.join(pairs[:LISTED])}{', ...' if len(pairs) > LISTED else ''}")
+        return f"{', '.join(pairs[:LISTED])}{', ...' if len(pairs) > LISTED else ''}"
 
     def relabel(self, source: Source, train: Tensor) -> Source:
         """Return the source with noise in the labels at places `train` (k,); say how many are wrong."""
         if not self.label_noise:
             return source
         labels = flip_labels(source.labels, train, self.label_noise, self.num_classes, keyed.fold_in(self.seed, 8))
-        changed = (labels != source.labels)[train]
-        told = f"label noise: {int(changed.sum()):,} of {len(train):,} training labels are another class"
-        if self._labelled_samples is not None:
-            known = changed[self._labelled_samples]
-            told += f", {int(known.sum()):,} of the {len(known):,} that students know"
-        self.say(f"{told}, by --data.seed {self.seed}")
+        self._is_wrong = (labels != source.labels)[train]
+        wrong = f"{int(self._is_wrong.sum()):,} of {len(train):,} training labels are another class"
+        self.say(f"label noise: {wrong}, drawn by seed {self.seed}")
         return (
             source._replace(labels=labels) if isinstance(source, Split) else replace(cast("Any", source), labels=labels)
         )

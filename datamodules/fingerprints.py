@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.encoded import Encoded
+from datamodules.image_sources import ImageSource
 from datamodules.splits import Samples
-from datamodules.streams import Streamed
+from datamodules.streams import SampleStream
 
 READ = 2**28  # bytes of files that are read whole: a second or less
 SAMPLED = 1024  # files, or streamed samples, that are read of a larger set
@@ -21,9 +21,9 @@ TIMES = "times"
 Fingerprint = Mapping[str, Any]  # of each part, as JSON has it
 
 
-def of_samples(samples: Samples | Streamed) -> str:
+def of_samples(samples: Samples | SampleStream) -> str:
     """Hash all labels and inputs; of streamed samples, all labels and `SAMPLED` inputs."""
-    if isinstance(samples, Streamed):
+    if isinstance(samples, SampleStream):
         return of_tensors(samples.labels, samples.take(_spread_places(len(samples.labels), SAMPLED)).inputs)
     return of_tensors(samples.inputs, samples.labels)
 
@@ -34,7 +34,7 @@ def of_tensors(*tensors: Tensor) -> str:
     return _hash([shapes.encode(), *map(_buffer, tensors)])
 
 
-def of_images(images: Encoded) -> str | dict[str, str]:
+def of_images(images: ImageSource) -> str | dict[str, str]:
     """Hash names, labels, sizes and content of files; of a set larger than `READ`, the content of `SAMPLED` files.
 
     Such a set also has a hash of the files' times, a weaker sign: they differ in a copy of the same files.

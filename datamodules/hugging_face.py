@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from datamodules.encoded import Damaged, Encoded, open_readable
+from datamodules.image_sources import DamagedImage, ImageSource, open_readable
 from datamodules.stored_images import StoredImages
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a split for validation
@@ -24,7 +24,7 @@ HIDDEN = (None, -1)  # labels of images whose class is not told
 
 
 @dataclass(frozen=True)
-class Rows(Encoded):
+class ImageRows(ImageSource):
     """Images in a column of `data`, a split of that name; `places` (n,) are their rows."""
 
     flag = "data.path"
@@ -39,7 +39,7 @@ class Rows(Encoded):
     def open_image(self, place: int) -> AbstractContextManager[Image.Image]:
         image = self.data[int(self.places[place])][self.column]
         if image is None:
-            raise Damaged(self.flag, self.name(place), "an image; there is none")
+            raise DamagedImage(self.flag, self.name(place), "an image; there is none")
         file = image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
         return open_readable(file, self.flag, self.name(place))
 
@@ -69,7 +69,7 @@ class Rows(Encoded):
         image = self.data[int(self.places[place])][self.column]
         return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
 
-    def part(self, chosen: Tensor) -> "Rows":
+    def part(self, chosen: Tensor) -> "ImageRows":
         return replace(super().part(chosen), places=self.places[chosen.numpy()])
 
 
@@ -117,7 +117,7 @@ class HuggingFaceImages(StoredImages):
         if not self._splits:
             self._load()
 
-    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # one to three
+    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
         """Open the splits without decoding an image."""
         splits = self._load()
         image, label = self._columns(splits["train"].features)
@@ -131,8 +131,8 @@ class HuggingFaceImages(StoredImages):
         names, sets = {name: rows for name, (_, rows) in labels.items()}, {}
         for part, split in self._choose_parts(names, validation).items():
             numbers = self._class_numbers(names[split], split)
-            data, rows = self._undecoded(splits[split], image), np.arange(len(numbers))
-            sets[part] = Rows(numbers, self.image_size, data, image, split, rows)
+            data, rows = self._disable_decoding(splits[split], image), np.arange(len(numbers))
+            sets[part] = ImageRows(numbers, self.image_size, data, image, split, rows)
         return self.usable(sets, Counter(), self.path)
 
     def _load(self) -> Any:
@@ -208,7 +208,7 @@ class HuggingFaceImages(StoredImages):
         self.say(f"the split test {missing}: tests on {validation}, validates on images held out from train")
         return {"train": "train", "test": validation}
 
-    def _undecoded(self, data: Any, image: str) -> Any:
+    def _disable_decoding(self, data: Any, image: str) -> Any:
         """The split without decoding."""
         import datasets
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
 from apprentice.errors import BadInput
-from datamodules.encoded import Encoded, Files
+from datamodules.image_sources import ImageFiles, ImageSource
+from datamodules.reading import walk
 from datamodules.stored_images import FOLDER, StoredImages
 
 # Names of folders, in any case.
@@ -43,9 +44,9 @@ class ImageFolder(StoredImages):
     def beside(self) -> Path:
         return self.root
 
-    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # one to three
+    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
         if self.root.is_file():
-            raise BadInput("data.root", self.root, "a folder; --data ImageTable reads a table of images")
+            raise BadInput("data.root", self.root, "a folder; `data ImageTable` reads a table of images")
         skipped = Counter[str]()
         folders = self._folders()
         samples = {part: self._samples(folder, skipped) for part, folder in folders.items()}
@@ -102,10 +103,10 @@ class ImageFolder(StoredImages):
         """Return images and their classes, sorted by both."""
         folder = self.root / part
         if (folder / ANNOTATIONS).is_file():
-            return self._annotated(folder)
+            return self._read_annotations(folder)
 
-        def is_image(file: str) -> bool:
-            path = Path(file).relative_to(folder)
+        def is_image(file: Path) -> bool:
+            path = file.relative_to(folder)
             is_visible = path.suffix.lower() in IMG_EXTENSIONS and not _is_hidden(path)
             if not is_visible:
                 skipped.update([_kind(path)])
@@ -113,7 +114,14 @@ class ImageFolder(StoredImages):
 
         try:
             names = [name for name in find_classes(folder)[0] if not _is_hidden(Path(name))]
-            samples = make_dataset(folder, {name: label for label, name in enumerate(names)}, is_valid_file=is_image)
+            found = {
+                name: sorted(filter(is_image, walk(folder / name, skipped)), key=lambda path: (str(path.parent), path))
+                for name in names
+            }
+            if not names:
+                raise ValueError("Found no class folder")
+            if empty := [name for name in names if not found[name]]:
+                raise ValueError(f"Found no valid file for the classes {', '.join(empty)}")
         except (OSError, ValueError) as error:
             expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
             fault = getattr(error, "strerror", None) or str(error).rstrip(". ")
@@ -121,9 +129,9 @@ class ImageFolder(StoredImages):
         skipped.update(
             _kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in {*names, FOLDER}
         )
-        return [(Path(path), names[label]) for path, label in samples]
+        return [(path, name) for name in names for path in found[name]]
 
-    def _annotated(self, folder: Path) -> list[tuple[Path, str]]:
+    def _read_annotations(self, folder: Path) -> list[tuple[Path, str]]:
         """Return Tiny-ImageNet's images for validation, whose file names and classes are in a table."""
         with (folder / ANNOTATIONS).open(newline="") as table:
             rows = [row for row in csv.reader(table, delimiter="\t") if row]
@@ -131,11 +139,11 @@ class ImageFolder(StoredImages):
             raise BadInput("data.root", folder / ANNOTATIONS, "a table of file names and classes, cut by tabs")
         return sorted(((folder / "images" / row[0], row[1]) for row in rows), key=lambda sample: (sample[1], sample[0]))
 
-    def _files(self, samples: list[tuple[Path, str]]) -> Files:
+    def _files(self, samples: list[tuple[Path, str]]) -> ImageFiles:
         numbers = {name: label for label, name in enumerate(self.class_names)}
         names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
         labels = torch.tensor([numbers[name] for _, name in samples])
-        return Files(labels, self.image_size, self.root, names)
+        return ImageFiles(labels, self.image_size, self.root, names)
 
 
 def _is_hidden(path: Path) -> bool:

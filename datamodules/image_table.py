@@ -11,9 +11,10 @@ import torch
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from datamodules.encoded import Encoded, Files
+from datamodules.image_sources import ImageFiles, ImageSource
+from datamodules.reading import check_file
 from datamodules.stored_images import StoredImages
-from datamodules.tables import LABELS, PATHS, Column, find_column, read_csv
+from datamodules.tables import LABELS, PATHS, Column, check_names, find_column, read_csv
 
 SPLIT = "split"  # the name of a column, in any case, and names of the parts in it
 PARTS = {
@@ -63,7 +64,7 @@ class ImageTable(StoredImages):
     def beside(self) -> Path:
         return self.folder
 
-    def read(self) -> tuple[Encoded, ...]:  # type: ignore[override]  # one to three
+    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
         columns = self._read_parquet() if self.root.suffix.lower() in {".parquet", ".pq"} else self._read_csv()
         paths = self._column(columns, "image", self.image, PATHS)
         labels = self._column(columns, "label", self.label, LABELS)
@@ -81,10 +82,10 @@ class ImageTable(StoredImages):
             if rows:
                 files = np.array([os.fsencode(paths[row]) for row in rows])
                 of_rows = torch.tensor([numbers[labels[row]] for row in rows])
-                sets[part] = Files(of_rows, self.image_size, self.folder, files)
+                sets[part] = ImageFiles(of_rows, self.image_size, self.folder, files)
         return self.usable(self._with_test(sets), Counter(), self.root)
 
-    def _with_test(self, sets: dict[str, Files]) -> dict[str, Files]:
+    def _with_test(self, sets: dict[str, ImageFiles]) -> dict[str, ImageFiles]:
         """Return the sets of train, test and validation; without test, validation takes its place, as in a folder."""
         if "train" not in sets:
             raise BadInput("data.split", self.part or SPLIT, "rows of train; there are none")
@@ -101,6 +102,7 @@ class ImageTable(StoredImages):
         return {name: [cell.strip() for cell in column] for name, column in columns.items()}
 
     def _read_parquet(self) -> dict[str, Column]:
+        check_file(self.root, "data.root", "a table in Parquet")
         need("datasets", "pyarrow")
         import pyarrow.parquet
 
@@ -108,6 +110,7 @@ class ImageTable(StoredImages):
             table = pyarrow.parquet.read_table(self.root)
         except (OSError, pyarrow.ArrowException) as error:
             raise BadInput("data.root", self.root, f"a table in Parquet; {reason(error)}") from error
+        check_names(table.column_names, "data.root", self.root)
         columns = {}
         for name, column in zip(table.column_names, table.columns, strict=True):
             kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
@@ -140,7 +143,7 @@ class ImageTable(StoredImages):
         if missing:
             more = f", nor {len(missing) - 1:,} more" if len(missing) > 1 else ""
             file = f"that of row {missing[0][0]}, {missing[0][1]}, is not{more}"
-            raise BadInput("data.root", self.root, f"files below {self.folder} (--data.folder); {file}")
+            raise BadInput("data.root", self.root, f"files below {self.folder} (`data.folder`); {file}")
 
     def _parts(self, columns: dict[str, Column], count: int) -> list[str]:
         """Return the part of each row; train if there is no column of parts."""
@@ -149,6 +152,6 @@ class ImageTable(StoredImages):
         names = self._column(columns, "split", self.part, [SPLIT, "parts"])
         for number, name in enumerate(names, 2):
             if name.lower() not in PARTS:
-                expected = f"train, val or test in each row of --data.split; row {number} has {name or 'nothing'}"
+                expected = f"train, val or test in each row of `data.split`; row {number} has {name or 'nothing'}"
                 raise BadInput("data.root", self.root, expected)
         return [PARTS[name.lower()] for name in names]

@@ -15,7 +15,7 @@ from apprentice.errors import BadInput
 from datamodules.classes import ClassData
 from datamodules.mixing import Mixing
 from datamodules.preparation import Preparation, normalize
-from datamodules.streams import Finish, Streamed
+from datamodules.streams import Finish, SampleStream
 from datamodules.transforms import Transforms
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
@@ -76,7 +76,7 @@ class ImageData(ClassData):
         self.augment, self.transforms, self.mixing = augment, transforms or [], Mixing(mixup, cutmix)
         self._set_copies(augment_repeats)
         if self.mixing and self.labelled is not None:
-            raise BadInput("data.labelled", self.labelled, "all labels, as --data.mixup and --data.cutmix mix them")
+            raise BadInput("data.labelled", self.labelled, "all labels, as `data.mixup` and `data.cutmix` mix them")
         channels = len(type(self).mean)
         for flag, values, low in (("mean", mean, float("-inf")), ("std", std, 0)):
             if values is None:
@@ -92,7 +92,7 @@ class ImageData(ClassData):
         if augment_repeats < 1:
             raise BadInput("data.augment_repeats", augment_repeats, "a whole number of at least 1")
         if augment_repeats > 1 and self.train_inputs_repeat:
-            expected = "--data.augment true or --data.transforms beside it, or the copies would be equal"
+            expected = "`data.augment true` or `data.transforms` beside it, or the copies would be equal"
             raise BadInput("data.augment_repeats", augment_repeats, expected)
         self._check_partition("augment_repeats", augment_repeats > 1 and augment_repeats)
         self.copies = augment_repeats
@@ -131,7 +131,7 @@ class ImageData(ClassData):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment in training, then normalise to the module's type; Lightning's hook, on the device."""
         training = self.trainer is not None and self.trainer.training
-        streamed = training and isinstance(self.split("train"), Streamed)  # workers have augmented these
+        streamed = training and isinstance(self.split("train"), SampleStream)  # workers have augmented these
         if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
             draws = batch.index if batch.draws is None else batch.draws

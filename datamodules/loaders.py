@@ -15,7 +15,7 @@ from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
 from apprentice.private import tree_flatten
 from datamodules.splits import Samples
-from datamodules.streams import Finish, Streamed, read_batches
+from datamodules.streams import Finish, SampleStream, read_batches
 
 
 class EpochOrder:
@@ -112,10 +112,10 @@ class TrainLoader(Resumable):
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `labelled` (n,) bool, on the CPU, tells whose labels are not to be hidden. With `partners` a batch brings for each
     row the sample of the row before, to be mixed with. `finish` augments streamed inputs. `weights` (classes,) float64
-    are those of the classes. `label_weight` is that of batches, of texts that have as many labels each.
+    are those of the classes. `label_weight` is that of batches, of samples that have as many labels each.
     """
 
-    split: Samples | Streamed
+    split: Samples | SampleStream
     batch_size: int
     sampler: EpochOrder
     rank: int = 0
@@ -134,7 +134,11 @@ class TrainLoader(Resumable):
         epoch, start, order = self.sampler.epoch, self.sampler.start(), self.sampler.indices()
         device, ahead = self.split.labels.device, deque[tuple[Tensor, Tensor, Tensor]]()
         known = None if self.labelled is None else self.labelled.to(device)
-        streamed, place_of, class_weights = isinstance(self.split, Streamed), self.sampler.places, self._class_weights()
+        streamed, place_of, class_weights = (
+            isinstance(self.split, SampleStream),
+            self.sampler.places,
+            self._class_weights(),
+        )
 
         def places() -> Iterator[Tensor]:
             for first in range(start * self.batch_size, len(order), self.batch_size):
@@ -184,7 +188,12 @@ class ChunkLoader:
     """
 
     def __init__(
-        self, split: Samples | Streamed, batch_size: int, rank: int = 0, replicas: int = 1, index: Tensor | None = None
+        self,
+        split: Samples | SampleStream,
+        batch_size: int,
+        rank: int = 0,
+        replicas: int = 1,
+        index: Tensor | None = None,
     ) -> None:
         self.split, self.batch_size, self.rank, self.replicas = split, batch_size, rank, replicas
         self.index = torch.arange(len(split.labels)) if index is None else index

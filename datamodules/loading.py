@@ -13,26 +13,31 @@ from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from datamodules import splits
+from datamodules.batch_shapes import BatchShapes, TypicalBatch
 from datamodules.limits import LIMITS, count_in_limit
 from datamodules.loaders import ChunkLoader, EpochOrder, PartitionedOrder, TrainLoader, no_loaders
 from datamodules.splits import Samples
-from datamodules.streams import Finish, Streamed
+from datamodules.streams import Finish, SampleStream
 
 
 class LoadedData(LightningDataModule):
     """What gives batches of the splits of a data module; `InMemoryData` says what its attributes are."""
 
     batch_size: int
+    label_shape: tuple[int, ...]
     evaluated_rows: int | None
     order_seed: int
     seed: int
     partition: list[float] | None
     hides_labels: bool
-    _labelled_samples: Tensor | None
     _moved: dict[tuple[str, torch.device], Samples]
 
-    def split(self, part: str) -> Samples | Streamed:
+    def split(self, part: str) -> Samples | SampleStream:
         """The samples of `train`, `validation` or `test`."""
+        raise NotImplementedError
+
+    def labelled_samples(self) -> Tensor | None:
+        """Return which training samples have labels that are not hidden, (n,) bool on the CPU; None for all."""
         raise NotImplementedError
 
     def weights_of_classes(self, labels: Tensor) -> Tensor | None:
@@ -67,6 +72,20 @@ class LoadedData(LightningDataModule):
         """Batches of an epoch under a Trainer's `limit_train_batches`."""
         return math.ceil(self._samples_in_limit("train", trainer) / self.batch_size)
 
+    def batch_shapes(self, epoch: int) -> BatchShapes:
+        """Return the sizes of the batches of a training epoch, under the Trainer's limit."""
+        return BatchShapes.equal(self._samples_in_limit("train", self.trainer), self.batch_size, self.label_shape)
+
+    def typical_batch(self, dtype: torch.dtype | None = None) -> TypicalBatch:
+        """Return a training batch that stands for the others, normalised: the first samples, if all are of a shape."""
+        chosen = torch.arange(min(self.batch_size, self.sizes["train"]))
+        inputs, labels = self.samples("train", chosen, dtype)
+        return TypicalBatch(Batch.of((inputs, labels), 0, shared=False), labels.numel())
+
+    def samples(self, part: str, chosen: Tensor, dtype: torch.dtype | None = None) -> splits.Split:
+        """Return the samples of a part at these (k,) places, normalised."""
+        raise NotImplementedError
+
     def _batch_size(self, part: str) -> int:
         return self.batch_size if part == "train" else self.evaluation_batch_size
 
@@ -86,7 +105,7 @@ class LoadedData(LightningDataModule):
         rank, replicas = self._rank_and_replicas()
         self.check_replicas(replicas, getattr(self.trainer and self.trainer.strategy, "exact", None))
         train = self._on_device("train")
-        labelled = self._labelled_samples if self.hides_labels else None
+        labelled = self.labelled_samples() if self.hides_labels else None
         weights = self.weights_of_classes(train.labels if labelled is None else train.labels[labelled])
         return TrainLoader(
             train, self.batch_size, self._order(len(train.labels)), rank, replicas, labelled, self.wants_partners,
@@ -125,7 +144,7 @@ class LoadedData(LightningDataModule):
         return self.test_dataloader()
 
     def check_replicas(self, replicas: int, exact: int | None = None) -> None:
-        """Raise BadInput if a batch can't be shared among so many ranks, or not under `--exact`."""
+        """Raise BadInput if a batch can't be shared among so many ranks, or not under `exact`."""
         splits.check_partition(self.partition, replicas, exact)
         if self.batch_size < replicas:
             raise BadInput("data.batch_size", self.batch_size, f"at least {replicas}, one sample for each device")
@@ -159,17 +178,17 @@ class LoadedData(LightningDataModule):
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
-    def _on_device(self, part: str) -> Samples | Streamed:
+    def _on_device(self, part: str) -> Samples | SampleStream:
         split = self.split(part)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        if isinstance(split, Streamed):
+        if isinstance(split, SampleStream):
             return split.to(device, 1 if self.trainer is None else self.trainer.num_devices)
         if device.type == "cuda" and (part, device) not in self._moved:
             self._moved[part, device] = split.to(device)
         return self._moved.get((part, device), split)
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Stored samples (B, ...) to inputs of nets: tokens to int64. Images override this; floats get the `dtype`."""
+        """Stored samples (B, ...) to inputs of nets: whole numbers, int64. Images override this; floats get `dtype`."""
         return inputs.long()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

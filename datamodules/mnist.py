@@ -2,10 +2,10 @@
 
 import torchvision.datasets
 
-from datamodules.downloaded import Downloaded, Origin
+from datamodules.torchvision_data import Origin, TorchvisionData
 
 
-class MNIST(Downloaded):
+class MNIST(TorchvisionData):
     """70,000 handwritten digits, 28 x 28: 60,000 train, 10,000 test (LeCun et al., 1998). `root` holds `MNIST/raw/`."""
 
     source: type[torchvision.datasets.MNIST] = torchvision.datasets.MNIST

@@ -15,10 +15,10 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from datamodules.decoded import name_cache
-from datamodules.encoded import Encoded, with_progress
+from datamodules.decoded_cache import name_cache
+from datamodules.image_sources import ImageSource, with_progress
 from datamodules.splits import Split
-from datamodules.streams import Streamed, read_batches
+from datamodules.streams import SampleStream, read_batches
 
 WIDTH, HEIGHT = 9, 8  # of a thumbnail: a hash of 8 x 8 bits
 DIGEST = 16  # bytes
@@ -29,13 +29,13 @@ CHUNK = 64  # images that a worker decodes at once
 SUM = 4  # bytes of a checksum
 
 
-def recall_near_duplicates(images: Encoded, workers: int | None, folder: Path) -> Tensor:
+def recall_near_duplicates(images: ImageSource, workers: int | None, folder: Path) -> Tensor:
     """Return `group_near_duplicates`, which one process works out; others, and later runs, read it in `folder`.
 
     The file is named after the images and may be deleted. Where none can be written, each process works it out.
     """
     rules = "-".join(map(str, (MARGIN, BITS, SIMILAR)))
-    with _locked(folder / f"{name_cache(images)}-{rules}.groups") as file:
+    with _lock(folder / f"{name_cache(images)}-{rules}.groups") as file:
         content = b"" if file is None else file.read()
         if len(content) == SUM + 8 * len(images.labels) and int.from_bytes(content[:SUM]) == zlib.crc32(content[SUM:]):
             return torch.frombuffer(bytearray(content[SUM:]), dtype=torch.int64)
@@ -50,7 +50,7 @@ def recall_near_duplicates(images: Encoded, workers: int | None, folder: Path) -
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO | None]:
+def _lock(path: Path) -> Iterator[BinaryIO | None]:
     """The file, made if it is not there, for this process alone; None if it can't be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def _locked(path: Path) -> Iterator[BinaryIO | None]:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: forked workers may have the file open, too
 
 
-def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:
+def group_near_duplicates(images: ImageSource, workers: int | None) -> Tensor:
     """Return (n,) int64, the number of each image's group, of images that are linked by equality or near equality.
 
     Images are equal if all of their pixels are, before resizing. They are nearly equal if no pixel of their thumbnails,
@@ -83,7 +83,7 @@ def group_near_duplicates(images: Encoded, workers: int | None) -> Tensor:
     image can't be read.
     """
     places = torch.arange(len(images.labels))
-    chunks = read_batches(Streamed(_Look(images), workers), places.split(CHUNK))
+    chunks = read_batches(SampleStream(_Look(images), workers), places.split(CHUNK))
     seen = torch.cat([split.inputs for split in with_progress(chunks, len(places), CHUNK)]).numpy()
     _, first, equal = np.unique(seen[:, :DIGEST], axis=0, return_index=True, return_inverse=True)
     thumbnails = seen[first, DIGEST:].reshape(-1, HEIGHT, WIDTH, 3)
@@ -124,7 +124,7 @@ def _near_pairs(thumbnails: np.ndarray) -> Iterator[np.ndarray]:
 class _Look(NamedTuple):
     """A source that gives digests and thumbnails of images in place of their pixels."""
 
-    images: Encoded
+    images: ImageSource
 
     @property
     def labels(self) -> Tensor:
@@ -132,7 +132,9 @@ class _Look(NamedTuple):
 
     def take(self, chosen: Tensor) -> Split:
         """Return (k, 16 + 216) uint8, of each image the digest and the thumbnail, and the labels."""
-        return Split(torch.stack([_look(self.images.upright(place)) for place in chosen.tolist()]), self.labels[chosen])
+        return Split(
+            torch.stack([_look(self.images.decode_upright(place)) for place in chosen.tolist()]), self.labels[chosen]
+        )
 
 
 def _look(image: Image.Image) -> Tensor:

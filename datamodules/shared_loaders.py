@@ -59,10 +59,10 @@ class DealtLoader:
             yield part._replace(count=max(len(part.rows), 1))
 
 
-Rows: TypeAlias = Callable[[int], Tensor]  # from the size of a batch to the rows to read
+ChooseRows: TypeAlias = Callable[[int], Tensor]  # from the size of a batch to the rows to read
 
 
-def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, Rows]]) -> Iterator[Batch]:
+def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, ChooseRows]]) -> Iterator[Batch]:
     """Read rows of batches; `choices` are the numbers of batches, which don't decrease, and their rows."""
     if not is_indexed(loader):
         batches, first, inputs, labels, at = iter(loader), 0, torch.empty(0), torch.empty(0), -1
@@ -129,10 +129,14 @@ def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Ite
         dataset=_Keyed(loader.dataset, key), batch_sampler=batches, generator=torch.Generator(), _iterator=None,
         worker_init_fn=loader.worker_init_fn or quiet_worker, collate_fn=partial(_collate, loader.collate_fn),
     )  # fmt: skip
+    fault: BadInput | None = None
     for batch in changed:
         if isinstance(batch, BadInput):
-            raise batch
+            fault = batch
+            break
         yield batch
+    if fault is not None:  # outside of the loop, which would hold the other workers
+        raise fault
 
 
 def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:

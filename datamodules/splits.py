@@ -15,6 +15,7 @@ ROUNDING = 1e-6  # tolerance of a sum of fractions
 LISTED = 12  # classes whose counts are listed
 HELD_OUT = 0.2  # of samples without a test set, how much to test on
 Subset = Literal["balanced", "proportional"]
+LabelledBy = Literal["seed", "split"]
 
 
 class Source(Protocol):
@@ -22,7 +23,7 @@ class Source(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """Labels (n,) int64, or (n, T) with a label for each token."""
+        """Labels (n,) int64, or (n, T), several for each sample."""
 
     def take(self, chosen: Tensor) -> "Split":
         """Read the samples at these (k,) places."""
@@ -41,32 +42,22 @@ class Split(NamedTuple):
         return Split(self.inputs.to(device), self.labels.to(device))
 
 
-class Windows(NamedTuple):
-    """All windows of T tokens in a text (n,): sample i is tokens i to i + T, its labels are one token later."""
-
-    text: Tensor
-    length: int
+class Samples(Protocol):
+    """Samples in memory, such as a `Split`."""
 
     @property
     def inputs(self) -> Tensor:
-        """(n - T, T), a view."""
-        return self.text[:-1].unfold(0, self.length, 1)
+        """(n, ...), whole numbers."""
 
     @property
     def labels(self) -> Tensor:
-        """(n - T, T), a view."""
-        return self.text[1:].unfold(0, self.length, 1)
+        """(n,) or (n, T) int64."""
 
     def take(self, chosen: Tensor) -> Split:
-        """Return the samples at these (k,) places, both (k, T) int64, in one gather."""
-        windows = self.text.unfold(0, self.length + 1, 1).index_select(0, chosen).long()
-        return Split(windows[:, :-1], windows[:, 1:])
+        """Return the samples at these (k,) places."""
 
-    def to(self, device: torch.device) -> "Windows":
-        return Windows(self.text.to(device), self.length)
-
-
-Samples = Split | Windows  # in memory
+    def to(self, device: torch.device) -> "Samples":
+        """Return the samples on a device."""
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
@@ -117,6 +108,8 @@ def complement(places: Tensor, size: int) -> Tensor:
 
 def describe_imbalance(labels: Tensor, class_names: Sequence[str]) -> str:
     """Return the class counts as text; "" if they differ by no more than one or a tenth."""
+    if labels.dim() > 1:
+        return ""
     counts = labels.bincount(minlength=len(class_names)).tolist()
     least, most = min(counts), max(counts)
     if most - least <= max(1, least / 10):
@@ -128,11 +121,11 @@ def describe_imbalance(labels: Tensor, class_names: Sequence[str]) -> str:
 
 def describe_drawn(sizes: Mapping[str, int], tested: Tensor, class_names: Sequence[str], seed: int) -> str:
     """Say how many samples of each part were drawn, and which classes have none in the test labels `tested`."""
-    counts = tested.bincount(minlength=len(class_names)).tolist()
+    counts = tested.bincount(minlength=len(class_names)).tolist() if tested.dim() == 1 else [1] * len(class_names)
     untested = [name for name, count in zip(class_names, counts, strict=True) if not count]
     drawn = ", ".join(f"{part} {count:,}" for part, count in sizes.items())
     missing = f"; too small to be tested: {', '.join(untested)}" if untested else ""
-    return f"there is no test set: split by class, as --data.seed {seed} draws: {drawn}{missing}"
+    return f"there is no test set: split by class, as seed {seed} draws: {drawn}{missing}"
 
 
 def check_sizes(train_size: int | None, test_size: float | None, validation_size: float, subset: Subset) -> None:
@@ -149,8 +142,18 @@ def check_sizes(train_size: int | None, test_size: float | None, validation_size
         raise BadInput("data.validation_size", validation_size, "a count (0, 1, 2, …) or a fraction (0.0 <= f < 1.0)")
 
 
-def draw_labelled(labels: Tensor, size: int, seed: int) -> Tensor:
+def check_labelled_by(labelled_by: LabelledBy, labelled: int | None) -> None:
+    """Raise BadInput for what can't draw labelled samples, or has none to draw."""
+    if labelled_by not in get_args(LabelledBy):
+        raise BadInput("data.labelled_by", labelled_by, " or ".join(get_args(LabelledBy)))
+    if labelled_by == "split" and labelled is None:
+        raise BadInput("data.labelled_by", labelled_by, "`data.labelled N` beside it: all samples have labels")
+
+
+def draw_labelled(labels: Tensor, size: int, key: int) -> Tensor:
     """Draw the `size` of n samples whose labels are known, (n,) bool: a balanced subset, which larger ones contain."""
+    if labels.dim() > 1:
+        raise BadInput("data.labelled", size, f"not allowed, as a sample has {labels.shape[1]} labels, not one")
     classes = len(labels.unique())
     if not classes <= size <= len(labels):
         expected = (
@@ -158,18 +161,20 @@ def draw_labelled(labels: Tensor, size: int, seed: int) -> Tensor:
         )
         raise BadInput("data.labelled", size, expected)
     has_label = torch.zeros(len(labels), dtype=torch.bool)
-    has_label[balanced_subset(labels, size, keyed.fold_in(seed, 6))] = True
+    has_label[balanced_subset(labels, size, key)] = True
     return has_label
 
 
 def check_partition(partition: Sequence[float] | None, replicas: int | None = None, exact: int | None = None) -> None:
-    """Raise BadInput for fractions that can't be partitions, or not of this number of replicas, or under `--exact`."""
+    """Raise BadInput for fractions that can't be partitions, or not of this number of replicas, or under `exact`."""
     if partition is None:
         return
     if not partition or not all(math.isfinite(f) and f >= 0 for f in partition) or abs(sum(partition) - 1) > ROUNDING:
         raise BadInput("data.partition", list(partition), "fractions of at least 0 that add up to 1, as [0.7,0.2,0.1]")
     if exact is not None:
-        raise BadInput("data.partition", list(partition), "none with --exact, which cuts a batch whoever computes it")
+        raise BadInput(
+            "data.partition", list(partition), "not allowed with `exact`, which cuts a batch whoever computes it"
+        )
     if replicas not in {None, len(partition)}:
         expected = f"{replicas} fractions, one for each device that trains" if replicas != 1 else "none on one device"
         raise BadInput("data.partition", list(partition), expected)
@@ -193,11 +198,11 @@ class Sizes(NamedTuple):
 def draw_parts(labels: Sequence[Tensor], sizes: Sizes, groups: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Draw places for training, validation and testing, each sorted.
 
-    `labels` are those of the training set, then of the test set and of a validation set, if there are such. The latter
-    is used whole, unless its size is 0. Without a test set all parts are drawn from the training set, and `groups` (n,)
-    of it are not split.
+    `labels` are those of the training set, then of the test set and of a validation set, if there are such; samples of
+    several labels are drawn as if of one class. The validation set is used whole, unless its size is 0.
+    Without a test set all parts are drawn from the training set, and `groups` (n,) of it are not split.
     """
-    training, *others = labels
+    training, *others = (x if x.dim() == 1 else x.new_zeros(len(x)) for x in labels)
     if others:
         rest, test = torch.arange(len(training)), draw_test(others[0], sizes.test, sizes.seed, sizes.subset)
     else:
@@ -235,7 +240,7 @@ def draw_train_and_validation(
         raise BadInput("data.train_size", train_size, f"at least {classes}, one sample of each class")
     if train_size is not None and train_size + count > available:
         largest = next(n for n in range(available, -1, -1) if n + count_held_out(validation_size, n) <= available)
-        most = f"at most {largest} of the {available} training samples, as --data.validation_size is {validation_size}"
+        most = f"at most {largest} of the {available} training samples, as `data.validation_size` is {validation_size}"
         raise BadInput("data.train_size", train_size, most)
     validation = draw_whole_groups(labels, count, keyed.fold_in(seed, 0), groups)
     check_drawn(len(validation), count, "validation")

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules import fingerprints, memory
-from datamodules.decoded import Decoded
-from datamodules.encoded import Damaged, Encoded
+from datamodules.decoded_cache import DecodedCache
 from datamodules.fingerprints import Fingerprint
+from datamodules.image_sources import DamagedImage, ImageSource
 from datamodules.images import IMAGENET, ImageData
 from datamodules.limits import LIMITS
 from datamodules.near_duplicates import recall_near_duplicates, repeated_values
 from datamodules.splits import Samples, Source, Split
-from datamodules.streams import Streamed, read_batches
+from datamodules.streams import SampleStream, check_workers, read_batches
 
 Cache = Literal["memory", "disk", "none"]
 OnError = Literal["stop", "skip"]
-Sets = dict[str, Any]  # of Encoded: train, test, and perhaps validation
+Sets = dict[str, Any]  # of ImageSource: train, test, and perhaps validation
 FOLDER = ".apprentice"  # of caches, beside the images
 CHECKED = 64  # images that a worker checks at once
 
@@ -75,13 +75,11 @@ class StoredImages(ImageData):
             raise BadInput("data.cache", cache, " or ".join(get_args(Cache)))
         if on_error not in get_args(OnError):
             raise BadInput("data.on_error", on_error, " or ".join(get_args(OnError)))
-        if num_workers is not None and num_workers < 0:
-            raise BadInput("data.num_workers", num_workers, "a number of processes: 0, 1, 2, …")
+        check_workers(num_workers, "data.num_workers")
         self.image_size, self.cache, self.num_workers, self.on_error = image_size, cache, num_workers, on_error
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self.group_duplicates = group_duplicates
-        self._encoded: list[Encoded] = []  # of train, validation and test
-        self._true_labels = torch.empty(0, dtype=torch.int64)  # of train, known after `setup`
+        self._encoded: list[ImageSource] = []  # of train, validation and test
 
     def beside(self) -> Path:
         """Return the folder of the images, which by default holds that of the cache."""
@@ -90,7 +88,7 @@ class StoredImages(ImageData):
     def _cache_folder(self) -> Path:
         return self.cache_dir or self.beside() / FOLDER
 
-    def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[Encoded, ...]:
+    def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[ImageSource, ...]:
         """Return the sets for `read`: images of one size and, with `on_error` skip, readable; say what is skipped."""
         if self.on_error == "skip":
             sets = {part: self._without_damaged(part, images, skipped) for part, images in sets.items()}
@@ -102,10 +100,10 @@ class StoredImages(ImageData):
             self.say(f"skipped in {place}: {counts}")
         return tuple(sets.values())
 
-    def _without_damaged(self, part: str, images: Encoded, skipped: Counter[str]) -> Encoded:
+    def _without_damaged(self, part: str, images: ImageSource, skipped: Counter[str]) -> ImageSource:
         """Read all images and return those that can be read; raise BadInput if none can."""
         places = torch.arange(len(images.labels))
-        checks = read_batches(Streamed(_Check(images), self.num_workers), places.split(CHECKED))
+        checks = read_batches(SampleStream(_Check(images), self.num_workers), places.split(CHECKED))
         readable = torch.cat([split.inputs for split in checks])
         if damaged := int((~readable).sum()):
             skipped.update({"damaged": damaged})
@@ -117,7 +115,7 @@ class StoredImages(ImageData):
         """Group near duplicates, and say how many there are; None with `group_duplicates` false."""
         if not self.group_duplicates:
             return None
-        images = cast("Encoded", source)
+        images = cast("ImageSource", source)
         groups = recall_near_duplicates(images, self.num_workers, self._cache_folder())
         members = [(groups == group).nonzero().flatten() for group in repeated_values(groups)]
         if members:
@@ -144,11 +142,6 @@ class StoredImages(ImageData):
             for place, labels in enumerate(torch.stack([true, images.labels], 1).tolist())
         ]
 
-    def relabel(self, source: Source, train: Tensor) -> Source:
-        """Return the source as ClassData does, and keep the true labels at places `train` (k,)."""
-        self._true_labels = source.labels[train]
-        return super().relabel(source, train)
-
     def check_fits(self, count: int) -> None:
         """Choose where images are kept, unless set; raise BadInput if they are to be in memory and do not fit."""
         need, have = count * int(np.prod(self.input_shape)), memory.available_bytes()
@@ -157,22 +150,24 @@ class StoredImages(ImageData):
             sizes = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
             if self.cache == "memory":
                 advice = (
-                    "give --data.cache disk or none, a smaller --data.image_size, --data.train_size or --data.test_size"
+                    "give `data.cache disk` or none, a smaller `data.image_size`, `data.train_size` or `data.test_size`"
                 )
                 raise BadInput("data.cache", self.cache, f"images that fit in memory: {sizes}; {advice}")
-            self.say(f"images are read while training (--data.cache none): {sizes}")
+            self.say(f"images are read while training (cache none): {sizes}")
             self.cache = "none"
 
-    def hold(self, source: Source, places: Tensor) -> Samples | Streamed:
+    def hold(self, source: Source, places: Tensor) -> Samples | SampleStream:
         """Return decoded images in memory or on disk, or encoded ones that are read while training."""
-        images = cast("Encoded", source)
+        images = cast("ImageSource", source)
         self._encoded.append(images.part(places))
         if self.cache == "none":
-            return Streamed(self._encoded[-1], self.num_workers)
+            return SampleStream(self._encoded[-1], self.num_workers)
         if self.cache == "disk":
-            return Streamed(Decoded(images, places, self._cache_folder(), self.num_workers), self.num_workers or 0)
+            return SampleStream(
+                DecodedCache(images, places, self._cache_folder(), self.num_workers), self.num_workers or 0
+            )
         decoded = images.take(places)
-        return Streamed(decoded, self.num_workers) if self.num_workers else decoded
+        return SampleStream(decoded, self.num_workers) if self.num_workers else decoded
 
     def fingerprint(self) -> Fingerprint:
         """Hash the images as stored; decoded pixels depend on this machine's libraries."""
@@ -183,7 +178,7 @@ class StoredImages(ImageData):
 class _Check(NamedTuple):
     """A source that tells whether images can be read, in place of their pixels."""
 
-    images: Encoded
+    images: ImageSource
 
     @property
     def labels(self) -> Tensor:
@@ -195,7 +190,7 @@ class _Check(NamedTuple):
 
     def _is_readable(self, place: int) -> bool:
         try:
-            self.images.decoded(place)
-        except Damaged:
+            self.images.decode(place)
+        except DamagedImage:
             return False
         return True

@@ -3,7 +3,7 @@
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from apprentice.errors import BadInput
 from datamodules.splits import Samples, Source, Split
 
+MOST_WORKERS = 512  # of a rank
 Finish = Callable[[Tensor, int, Tensor], Tensor]  # augments stored inputs (k, ...) of an epoch, with index (k,)
 
 
-class Streamed:
+class SampleStream:
     """Samples of a source, read at each use by `workers` of each rank: None for this machine's cores over its ranks."""
 
     def __init__(self, source: Source, workers: int | None) -> None:
@@ -35,9 +36,9 @@ class Streamed:
         split = Split(inputs if finish is None else finish(inputs, epoch, places), labels)
         return split.take(inverse) if repeats else split
 
-    def to(self, device: torch.device, sharing: int = 1) -> "Streamed":
+    def to(self, device: torch.device, sharing: int = 1) -> "SampleStream":
         """Return the stream for a rank on that device, one of `sharing` on its machine."""
-        rank = Streamed(self.source, self.workers)
+        rank = SampleStream(self.source, self.workers)
         rank.pinned, rank.sharing = device.type == "cuda", sharing
         return rank
 
@@ -49,6 +50,8 @@ class Streamed:
             RuntimeError: a worker died.
         """
         workers = max(1, cores() // self.sharing) if self.workers is None else self.workers
+        if isinstance(batches, Sized):
+            workers = min(workers, len(batches))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
             loader = DataLoader(
@@ -57,19 +60,24 @@ class Streamed:
                 generator=torch.Generator(),  # otherwise it draws from torch's
             )  # fmt: skip
             splits = iter(loader)
+        fault: BadInput | None = None
         try:
             for split in splits:
                 if isinstance(split, BadInput):
-                    raise split
+                    fault = split
+                    break
                 yield split
         except (ConnectionError, EOFError) as lost:  # while it sent samples, before the loader sees it dead
             raise RuntimeError("DataLoader worker exited unexpectedly") from lost
+        if fault is not None:
+            del splits  # ends the other workers; what is raised would hold them, and they would be killed as they read
+            raise fault
 
 
 class _Reader(Dataset):
     """Reads the samples at places; returns a fault, as an exception in a worker would lose its message."""
 
-    def __init__(self, samples: Streamed, finish: Finish | None, epoch: int) -> None:
+    def __init__(self, samples: SampleStream, finish: Finish | None, epoch: int) -> None:
         self.samples, self.finish, self.epoch = samples, finish, epoch
 
     def __getitem__(self, chosen: Tensor) -> Split | BadInput:
@@ -80,10 +88,16 @@ class _Reader(Dataset):
 
 
 def read_batches(
-    samples: Samples | Streamed, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0
+    samples: Samples | SampleStream, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0
 ) -> Iterator[Split]:
     """Read samples; `batches` are their places (k,). `finish` augments streamed ones."""
-    return samples.read(batches, finish, epoch) if isinstance(samples, Streamed) else map(samples.take, batches)
+    return samples.read(batches, finish, epoch) if isinstance(samples, SampleStream) else map(samples.take, batches)
+
+
+def check_workers(count: int | None, flag: str) -> None:
+    """Raise BadInput for a number of processes that no machine should start."""
+    if count is not None and not 0 <= count <= MOST_WORKERS:
+        raise BadInput(flag, count, f"a number of processes: 0, 1, 2, …, at most {MOST_WORKERS}")
 
 
 def cores() -> int:

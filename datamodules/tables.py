@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from apprentice.errors import BadInput, reason
+from datamodules.reading import check_file
 
 # Names of columns, in any case.
 PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path")
@@ -20,8 +21,10 @@ def read_csv(path: Path, flag: str, expected: str = "a table in CSV and UTF-8") 
     What cuts a row is the most frequent of DELIMITERS in the first line; a mark of UTF-8 before it is left out.
 
     Raises:
-        BadInput: the file of the `flag` can't be read, has no rows, or a row with more or fewer values than names.
+        BadInput: the file of the `flag` can't be read, has no rows, two columns of one name, or a row with more or
+            fewer values than names.
     """
+    check_file(path, flag, expected)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             first = file.readline()
@@ -33,11 +36,20 @@ def read_csv(path: Path, flag: str, expected: str = "a table in CSV and UTF-8") 
     if len(rows) < 2:
         raise BadInput(flag, path, "a line of names, and a row for each sample; it has no rows")
     names = [name.strip() for name in rows[0]]
+    check_names(names, flag, path)
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(names):
             expected = f"{len(names)} values in each row, as in the first; row {number} has {len(row)}"
             raise BadInput(flag, path, expected)
     return {name: [row[place] for row in rows[1:]] for place, name in enumerate(names)}
+
+
+def check_names(names: Sequence[str], flag: str, path: Path) -> None:
+    """Raise BadInput if two columns of a table have one name."""
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            expected = f"a name of its own for each column; {names.index(name) + 1} and {place + 1} are both {name!r}"
+            raise BadInput(flag, path, expected)
 
 
 def find_column(names: Iterable[str], usual: Sequence[str]) -> str | None:

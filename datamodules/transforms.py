@@ -56,7 +56,7 @@ class Transforms:
             if not isinstance(image, Tensor) or tuple(image.shape) != self.shape or image.dtype != torch.uint8:
                 kind = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
                 expected = f"a transform that keeps images uint8 of {self.shape}; it gives {kind}"
-                raise BadInput(FLAG, name, f"{expected}. Training normalises them by itself: --data.mean, --data.std")
+                raise BadInput(FLAG, name, f"{expected}. Training normalises them by itself: `data.mean`, `data.std`")
         return image
 
 

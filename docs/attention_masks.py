@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_modules.nets import Alibi, LinearAttention, SelfAttention, mask_texts
-from lit_modules.nets.attention import WindowedLinearAttention
+from lit_modules.nets.attention.windowed import WindowedLinearAttention
 
 FILE = Path(__file__).parent / "images" / "attention_masks.svg"
 TOKENS, CELL, PANEL = 8, 14, 140

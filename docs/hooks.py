@@ -24,11 +24,15 @@ PACKAGES = (
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Order the pages as docs/README.md does; the strict build names a page that is not in its table."""
-    listed = re.findall(r"^\| \[.*?\]\((.*?)\)", (ROOT / "docs" / "README.md").read_text("utf-8"), re.MULTILINE)
+    """Group and order the pages as docs/README.md does; the strict build names a page that is in no table there."""
+    text = (ROOT / "docs" / "README.md").read_text("utf-8")
+    groups = []
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        pages = re.findall(r"^\| \[.*?\]\((.*?)\)", section, re.MULTILINE)
+        groups.append({section.split("\n", 1)[0]: [f"docs/{page}" for page in pages]})
     config.nav = [
         {"Home": "README.md"},
-        {"Documentation": ["docs/README.md", *(f"docs/{page}" for page in listed)]},
+        {"Documentation": ["docs/README.md", *groups]},
         {"API": [{package: f"api/{package}.md"} for package in PACKAGES]},
         "CONTRIBUTING.md",
         "CHANGELOG.md",
@@ -59,10 +63,12 @@ def api(package: str) -> str:
     """The page of a package: what its `__init__` imports and defines, or its modules where that is nothing."""
     folder = ROOT.joinpath(*package.split("."))
     names: list[str] = []
-    for node in ast.parse((folder / "__init__.py").read_text("utf-8")).body:
+    body = ast.parse((folder / "__init__.py").read_text("utf-8")).body
+    for_type_checkers = [inner for node in body if isinstance(node, ast.If) for inner in node.body]
+    for node in [*body, *for_type_checkers]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
             names += [alias.name for alias in node.names]
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and node.name[0] != "_":
             names.append(node.name)
     names = names or sorted(path.stem for path in folder.glob("[!_]*.py"))
     return f"# {package}\n\n::: {package}\n    options:\n      members: [{', '.join(names)}]\n"

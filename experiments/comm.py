@@ -46,7 +46,7 @@ def world(trainer: cli.Choice) -> tuple[int, list[Backend]]:
     """Return the number of ranks, and the backends for their devices."""
     if (strategy := trainer.init_args["strategy"]) != "auto":
         name = strategy.class_path if isinstance(strategy, cli.Choice) else strategy
-        raise BadInput("trainer.strategy", name, "it left out: --backends chooses what carries messages")
+        raise BadInput("trainer.strategy", name, "not allowed, as --backends chooses what carries messages")
     probed = probe(trainer, "auto", dict.fromkeys([*DURATION, *UNUSED], "nothing is trained"))
     if probed.num_devices < 2:
         raise BadInput("trainer.devices", probed.num_devices, "at least 2: a message has two ends")

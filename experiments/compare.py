@@ -24,7 +24,7 @@ from typing import NoReturn
 from apprentice.errors import BadInput
 from harness.cli.messages import with_flag
 from harness.cli.sources import expand_home
-from harness.reports import pages
+from harness.reports.bakeoff import texts
 from harness.runs import environment
 from harness.start import called_as, console
 from harness.studies import compare as comparison
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if arguments.pool:
                 results = comparison.pool(runs)
                 saved = comparison.save_pool(results, arguments.out, again)
-                print(f"{pages.text(results)}\n\n{saved}/report.html, results.md, .png, .json")
+                print(f"{texts.text(results)}\n\n{saved}/report.html, results.md, .png, .json")
                 return
             compared = comparison.compare(runs, arguments.against)
             folder = comparison.save(compared, arguments.out, again)

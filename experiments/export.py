@@ -15,9 +15,9 @@ if __name__ == "__main__":
 
 from collections.abc import Sequence
 
+from deploy.export import Options, export
 from harness import cli
 from harness.runs.session import session
-from harness.studies.deploy.leaving import Options, export
 
 
 def parser() -> cli.Parser:
@@ -28,6 +28,7 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Export what the command line describes."""
     with session("export", parser(), argv) as run:
+        run.parser.refuse_idle("nothing is trained")
         export(run.config)
 
 

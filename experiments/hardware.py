@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -23,7 +23,6 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import datamodules
-from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import load_data, session
 from harness.studies.choices import learner_options, make_net
@@ -35,22 +34,15 @@ from lit_modules.classifier import LitClassifier
 
 @dataclass
 class Options(cli.OneSeedOptions):
-    """Options of the comparison.
+    """Options of the comparison."""
 
-    Args:
-        exact: number of shards of the rows called NAME-exact; when not given, 8 or the number of devices.
-        only: measure just these, as in --only ddp fsdp; one process is measured in any case.
-        steps: optimizer steps that are timed, at least.
-    """
-
-    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
-    steps: int = 24
+    only: list[str] | None = cli.option(None, on_resume=cli.GROWS)
+    """measure just these, as in --only ddp fsdp; one process is measured in any case."""
+    steps: int = cli.option(24, cli.at_least(1, "steps"))
+    """optimizer steps that are timed, at least."""
+    exact: int | None = cli.option(None, cli.EXACT)
+    """number of shards of the rows called NAME-exact; when not given, 8 or the number of devices."""
     idle: ClassVar[Collection[str]] = ("checkpoint_every",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 1:
-            raise BadInput("steps", self.steps, "a number of steps, at least 1")
 
 
 def parser() -> cli.Parser:

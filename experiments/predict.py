@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from lightning.pytorch import Trainer
 
+from deploy.predict import Options, predict
 from harness import cli
 from harness.runs.session import session
-from harness.studies.predict import Options, predict
 
 USED = {"accelerator", "devices", "num_nodes", "precision", "strategy", "enable_progress_bar"}  # of the Trainer
 
@@ -35,6 +35,7 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict what the command line describes."""
     with session("predict", parser(), argv) as run:
+        run.parser.refuse_idle("predictions are made in one pass, by a trained net")
         predict(run)
 
 

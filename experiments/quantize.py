@@ -29,15 +29,17 @@ import datamodules
 import strategies
 from apprentice import extras
 from apprentice.errors import BadInput
+from deploy import writers
+from deploy.int8 import EXTRA
+from deploy.int8.builder import Builder, images_of
+from deploy.int8.options import Options, data_of_run
+from deploy.int8.study import Study
+from deploy.latency import Latency, need_compiler
 from harness import cli
 from harness.runs.launch import is_main_process
 from harness.runs.nets import nets_in
 from harness.runs.session import session
-from harness.studies.deploy import Latency, Options, Study, formats
-from harness.studies.deploy.builder import Builder, data_of_run, images_of
-from harness.studies.deploy.latency import need_compiler
 from lit_modules import nets, objectives
-from lit_modules.quantization import EXTRA
 
 DATA = "Digits"
 
@@ -60,11 +62,11 @@ def check_options(config: Namespace, trainer: Trainer) -> None:
     """Raise BadInput for options that contradict each other."""
     chosen = config.trainer.init_args
     if config.run is not None and config.student != parser().parse([]).student:
-        raise BadInput("student", config.student.name, "it left out: --run has the student")
+        raise BadInput("student", config.student.name, "not allowed with --run, which has the student")
     if (every := chosen["check_val_every_n_epoch"]) != 1:
-        raise BadInput("trainer.check_val_every_n_epoch", every, "it left out; --evaluate_every says it")
+        raise BadInput("trainer.check_val_every_n_epoch", every, "not allowed, as --evaluate_every says it")
     if (limit := chosen["limit_test_batches"]) is not None:
-        expected = "it left out, or --data.test_size; all formats are tested alike"
+        expected = "not allowed, as all formats are tested alike; --data.test_size limits them"
         raise BadInput("trainer.limit_test_batches", limit, expected)
     epochs = chosen["max_epochs"]
     if epochs is not None and 0 <= epochs < config.evaluate_every:
@@ -81,13 +83,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.one_line_errors():
         command = parser(data_of_run(argv, DATA, datamodules.ImageData))
     with session("quantize", command, argv) as run:
-        run.announce()
         config = run.config
+        announced = run if config.run is None else run.with_settings(student=config.run)
+        announced.announce()
         if config.data is None:
             expected = "a net's folder in its run's, with config.yaml; or --data, what it learnt from"
             raise BadInput("run", config.run, f"{expected}{nets_in(config.run)}")
         extras.need(*EXTRA)
-        extras.need(*formats.EXTRA)
+        extras.need(*writers.EXTRA)
         need_compiler()
         check_options(config, run.trainer())
         latency, builder = cli.build(config.latency, "latency"), Builder(run)

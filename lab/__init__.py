@@ -1,1 +1,1 @@
-"""What the tutorials teach about machines, apart from distillation: studies of them, and strategies that teach."""
+"""What the tutorials teach about machines, apart from distillation: studies, programs, and strategies that teach."""

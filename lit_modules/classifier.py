@@ -2,23 +2,26 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch, Mixed
-from lit_modules.learner import Learner, MakeOptimizer, MakeScheduler, adam
-from lit_modules.nets import heads, pipeline_stages, run
+from lit_modules.nets.base import pipeline_stages
+from lit_modules.nets.layers import heads, run
+from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.nets.token_head import HIDDEN, TokenHead, find_token_head, run_before_head
-from lit_modules.objectives.base import average_labelled, fill_uncounted, weigh_classes
-from lit_modules.prepared import prepare_net
-from lit_modules.tasks import Classification, Task, Tokens
-from lit_modules.token_losses import CHUNK, LARGE
-from lit_modules.token_scores import HeadInputs, Logits, Predictions, has_chunks
+from lit_modules.objectives.base import average_labelled, replace_ignored_labels, weigh_classes
+from lit_modules.tasks import Classification, Task
+from lit_modules.training.extras import extras_of_nets
+from lit_modules.training.loop import Loop
+from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
+from lit_modules.training.predictions import Predictions
+from lit_modules.training.prepared import prepare_net
 
 
-class LitClassifier(Learner):
+class LitClassifier(Loop):
     """Trains a net, inputs (B, ...) -> logits (B, classes), by its task's loss; same results on any number of devices.
 
     Batches are `apprentice.batch.Batch` from our data modules, or plain (inputs, labels) pairs. Samples with hidden
@@ -28,18 +31,14 @@ class LitClassifier(Learner):
         net: the net, or its class and arguments, as `load_from_checkpoint` has them.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups.
-        scheduler: makes a learning-rate scheduler, as Learner steps it.
+        scheduler: makes a learning-rate scheduler, as `Optimization` steps it.
         seed: key of the dropout's noise.
-        task: what a label is; `Tokens()` if the net gives logits (B, T, classes); default: `Classification`.
+        task: what a label is; default: `Classification`.
         head_only: linear probing: only the net's last linear layer, if it ends in one (`lit_modules.nets.heads`), is
             trained. All else is frozen and stays in eval mode: no dropout, and BatchNorm keeps its statistics.
+        optimization: in place of optimizer and scheduler.
+        options: of the task's parts.
     """
-
-    compiled = False
-    _head: TokenHead | None = None  # that scores leave out
-    _is_searched = False
-    _hidden: Tensor | None = None  # its inputs (B, T, H)
-    _scoring = False
 
     def __init__(
         self,
@@ -50,10 +49,14 @@ class LitClassifier(Learner):
         seed: int = 0,
         task: Task | None = None,
         head_only: bool = False,
+        optimization: Optimization | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__([""], task or Classification(num_classes), optimizer, scheduler, seed)
-        self.of_labels = {"loss", *self.scores_of("").trained}
+        optimization = optimization or Optimization(optimizer, scheduler)
+        super().__init__([""], task or Classification(num_classes), optimization, seed, **options)
+        self.training_log.labelled_only = {"loss", *self.scores_of("").trained}
         self.net = prepare_net(rebuild(net)).to(memory_format=torch.channels_last)
+        self.extras = [*extras_of_nets(self), *self.parts.extras()]
         self.head_only = head_only
         if head_only:
             trained = heads(self.net)
@@ -71,19 +74,13 @@ class LitClassifier(Learner):
     def net_of(self, run: str) -> nn.Module:
         return self.net
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (B, ..., classes) of inputs (B, ...), floats in the net's type."""
-        if self._scoring and not self._is_searched:
-            self._find_head(inputs)
-        if self._scoring and self._head is not None and has_chunks(self.net, self._head, CHUNK):
-            outputs = run_before_head(self.net, self._head, inputs)
-            self._hidden = outputs.features[HIDDEN]
-            return outputs.logits
-        return run(self.net, inputs).logits
+    def forward(self, inputs: Tensor, *beside: Tensor) -> Tensor:
+        """Logits (B, ..., classes) of inputs (B, ...), floats in the net's type, and of what it reads beside them."""
+        return run(self.net, inputs, (), beside).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        self.check_labels(outputs, batch)
-        labels = fill_uncounted(batch.labels, batch.label_weight)
+        self.checks.check_labels(outputs, batch, self.training)
+        labels = replace_ignored_labels(batch.labels, batch.label_weight)
         losses = weigh_classes(self.task.loss(outputs, labels), labels, batch.class_weights)
         if isinstance(batch.mixed, Mixed):
             second = self.task.loss(outputs, batch.mixed.labels)
@@ -98,33 +95,19 @@ class LitClassifier(Learner):
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         return {"": self(inputs)}
 
-    def _find_head(self, tokens: Tensor) -> None:
-        """Find the head that scores leave out: of a language model with a large vocabulary that is all on this rank."""
-        is_here = all(type(p) is nn.Parameter and not p.is_meta for p in self.net.parameters())
-        has_chunks = isinstance(self.task, Tokens) and self.task.has_chunks
-        if self.compiled or not is_here or not has_chunks or tokens.is_floating_point():
-            return
-        head, self._is_searched = find_token_head(self.net, tokens.new_zeros(1, 2)), True
-        self._head = head if head is not None and head.size >= LARGE else None
+    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
+        if self.optimization.compiled:
+            return super().evaluate(inputs, beside)
+        return Predictions(None, {"": self.outputs.run_alone(self.net, inputs, self)}, {})
 
-    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions:
-        self.score_chunk, self._scoring, self._hidden = CHUNK, True, None
-        try:
-            logits: Logits = self(inputs)
-        finally:
-            self._scoring = False
-        if self._hidden is not None and self._head is not None:
-            logits, self._hidden = HeadInputs(self._hidden, *self._head.weights(self.net)), None
-        return Predictions(None, {"": logits}, {})
-
-    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
+    def timed_steps(self, run: str, batch: Batch) -> dict[float, Callable[[], Tensor]]:
         net = copy.deepcopy(self.net).train(not self.head_only)
-        if self.compiled:
+        if self.optimization.compiled:
             net.compile(dynamic=False)
 
         def step() -> Tensor:
             net.zero_grad()
-            losses = self.task.loss(net(batch.inputs), fill_uncounted(batch.labels, batch.label_weight))
+            losses = self.task.loss(net(batch.inputs), replace_ignored_labels(batch.labels, batch.label_weight))
             return batch.mean(average_labelled(losses, batch.labels, batch.label_weight))
 
-        return step
+        return {0.0: step}

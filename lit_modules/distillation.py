@@ -1,42 +1,55 @@
 """Distillation of one frozen teacher into any number of students in one pass over the data."""
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from apprentice import keyed
 from apprentice.batch import Batch
-from apprentice.errors import BadInput, naming
+from apprentice.contract import ModuleLayout
+from apprentice.errors import BadInput
 from apprentice.replicas import FEWEST_ROWS
-from lit_modules.checkpoints import keep_runs, without
-from lit_modules.learner import MakeOptimizer, MakeScheduler, adam
-from lit_modules.nets import Ensemble, Outputs, any_kernel, globalise, has_no_running_statistics, run
+from lit_modules.nets.attention.form import any_kernel
+from lit_modules.nets.base import Net
+from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
-from lit_modules.nets.other_tokens import OtherTokens
+from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.recorded import Spec, rebuild
-from lit_modules.nets.stored import Absent, NoTeacher, StoredTeacher
-from lit_modules.nets.token_head import run_before_head
-from lit_modules.objectives import Objective, Place
-from lit_modules.objectives.base import average_labelled, condense_teacher
-from lit_modules.prepared import prepare_net
-from lit_modules.scored import ScoredBesideTeacher
-from lit_modules.side_by_side import side_by_side
-from lit_modules.stored_teacher import Stored, TextStore
-from lit_modules.student import CE, Student, check_features, check_parameters, choose_layers, list_kept, zero_of
-from lit_modules.tasks import LABELLED, Classification, Task, Tokens
-from lit_modules.teacher import leave_out_of_state, make_cache, trained_teacher
-from lit_modules.token_losses import InChunks
+from lit_modules.nets.stored import TeacherWithoutWeights
+from lit_modules.objectives.base import Objective, average_labelled
+from lit_modules.objectives.context import StepContext, call
+from lit_modules.tasks import LABELLED, Classification, Task
+from lit_modules.training.averages import WeightAverages
+from lit_modules.training.extras import extras_of_nets
+from lit_modules.training.loop import Loop
+from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
+from lit_modules.training.predictions import Predictions
+from lit_modules.training.side_by_side import side_by_side
+from lit_modules.training.student import (
+    CE,
+    Student,
+    build_students,
+    check_parameters,
+    choose_layers,
+    make_student,
+    replicated_buffer_names,
+    zero_loss,
+)
+from lit_modules.training.teacher import exclude_teacher_from_state_dict, layers_read, store_outputs, trained_teacher
+from lit_modules.training.timed_steps import timed_steps
+from lit_modules.training.whole_outputs import Asked, Purpose
 
 
-class Distillation(ScoredBesideTeacher):
+class Distillation(Loop):
     """Distils a frozen teacher into students, which share only batches, noise and the teacher's outputs.
 
     Students have disjoint parameters, so the sum of their losses has the gradients of each alone. The teacher is always
@@ -51,26 +64,21 @@ class Distillation(ScoredBesideTeacher):
         input_shape: of one input, such as (C, H, W), for objectives whose parts depend on the shapes of features.
         num_classes: number of logits.
         optimizer: makes the optimizer from parameter groups, one a student.
-        scheduler: makes a learning-rate scheduler, as Learner steps it.
+        scheduler: makes a learning-rate scheduler, as `Optimization` steps it.
         seed: key of the dropout's noise and of the objectives' initial weights.
         teacher_cache_mb: MiB on each rank for the teacher's outputs, which are stored if inputs repeat (a data module
             without augmentation, more than one epoch); with 0, larger outputs, or a teacher whose outputs for a sample
             depend on its batch, the teacher runs every batch.
-        teacher_cache_dir: a folder that keeps them, and what the teacher writes, for other runs with the same teacher
-            and data.
-        stored: of texts, what is kept there of the teacher's distribution for each token that counts; then later runs
-            read it, and the teacher may be a `StoredTeacher`.
-        task: what a label is; `Tokens()` if nets give logits (b, T, classes), a distribution for each token; default:
-            `Classification`.
-        input_dtype: int64 if inputs are tokens.
+        teacher_cache_dir: a folder that keeps what the teacher gives for other runs with the same teacher and data.
+        task: what a label is; it names the parts of training that its kind of data needs; default: `Classification`.
+        input_dtype: that of inputs.
         samples: in the training set, if batches name their samples by `index`.
         labelled: whether all of them have labels; if not, batches have a `label_weight`.
         teacher_weights: a file of the teacher's weights, to load: checkpoints have its class and arguments alone.
         ema: decay of a moving average of each student's weights, which is validated and tested beside them.
-        loss_chunk: of texts, for how many tokens logits are held at once; 0: for all of a batch; default:
-            128 if there are 4,096 tokens or more in the vocabulary.
-        end_tokens: of texts, tokens that end a response which a student writes.
         optimizer_options: of students whose options are not the optimizer's own, such as {"kd": {"lr": 0.1}}.
+        optimization: in place of optimizer, scheduler and their options.
+        options: of the task's parts, such as `lit_modules.text.parts.TextParts`.
 
     Raises:
         BadInput: an objective refuses its nets, gives other than one value a row for a term, or relates rows without
@@ -80,7 +88,7 @@ class Distillation(ScoredBesideTeacher):
 
     students: Mapping[str, Student]
     has_teacher = True
-    saved = (*ScoredBesideTeacher.saved, "teacher_samples", "teacher_stored")
+    saved = (*Loop.saved, "teacher_samples", "teacher_stored", "batches_planned")
 
     def __init__(
         self,
@@ -93,7 +101,6 @@ class Distillation(ScoredBesideTeacher):
         seed: int = 0,
         teacher_cache_mb: int = 1024,
         teacher_cache_dir: str | Path | None = None,
-        stored: Stored | None = None,
         task: Task | None = None,
         input_dtype: torch.dtype = torch.float32,
         samples: int | None = None,
@@ -101,126 +108,92 @@ class Distillation(ScoredBesideTeacher):
         teacher_weights: str | Path | None = None,
         optimizer_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         ema: float | None = None,
-        loss_chunk: int | None = None,
-        end_tokens: Sequence[int] = (),
+        optimization: Optimization | None = None,
+        **options: Any,
     ) -> None:
         frozen = trained_teacher(teacher, teacher_weights)
-        if isinstance(frozen, Absent | OtherTokens):
+        if isinstance(frozen, Net) and not frozen.is_comparable:
             self.has_teacher = False  # as a test knows nothing of it
-        super().__init__(students, task or Classification(num_classes), optimizer, scheduler, seed)
+        optimization = optimization or Optimization(optimizer, scheduler, optimizer_options)
+        super().__init__(students, task or Classification(num_classes), optimization, seed, **options)
         for name in students:
             if hasattr(nn.ModuleDict(), name) or "." in name:
                 raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
-        self.optimizer_options = dict(optimizer_options)  # the default can't be copied or pickled
-        self.teacher, self._storing = frozen, False
+        self.teacher = frozen
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
         self._example = torch.zeros(1, *input_shape, dtype=rebuild(input_dtype))
-        by_name = {name: self._student(name, *rebuild(pair, f"students.{name}")) for name, pair in students.items()}
-        self.students = nn.ModuleDict(by_name)  # type: ignore[assignment]  # it has a mapping's methods
+        by_name = {}
+        for name, pair in students.items():
+            net, objective = rebuild(pair, f"students.{name}")
+            by_name[name] = make_student(name, net, objective, frozen, self._example, seed)
+        self.students = cast("Mapping[str, Student]", nn.ModuleDict(by_name))  # which has a mapping's methods
         check_parameters(self.teacher, self.students)
-        kept = teacher_cache_mb, teacher_cache_dir, stored
-        self.cache = make_cache(frozen, self._objectives, num_classes, self.print, *kept)
-        self._chunks = InChunks(
-            loss_chunk, num_classes if isinstance(self.task, Tokens) and self.task.has_chunks else 0
-        )
+        self.objectives = {name: student.objective for name, student in self.students.items()}
+        kept = num_classes, teacher_cache_mb, teacher_cache_dir, self.print
+        self.cache = self.parts.teacher_outputs(frozen, self.objectives, *kept)
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
-        self._epoch, self._whole = math.inf, math.inf  # batches of an epoch, and of the whole training
-        self._samples, self._labelled = samples, labelled
+        self.epoch_batches, self.batches_planned = math.inf, math.inf  # of an epoch, and of the whole training
+        self._samples, self._labelled, self._asked = samples, labelled, list[Asked]()
         with any_kernel(self):
-            self._build(self._example.expand(3, *input_shape))
-            self.generations_dir = teacher_cache_dir
-            self.check_writers(self._example.dtype, end_tokens)
-        self.average_runs(ema)
+            example = self._example.expand(3, *input_shape)
+            choose_layers(frozen, self.students)
+            self.cache.set_objectives(self.objectives)
+            self.teacher_layers = layers_read(frozen, self.objectives)
+            ask = partial(self.outputs.ask, frozen, example, self.teacher_layers)
+            build_students(self.students, frozen, ask, example, seed, samples, labelled)
+            self.outputs.choose(frozen, self.students, example, num_classes)
+            batches = self.parts.batches(self.students, frozen, self._example, teacher_cache_dir, seed, self.print)
+        for name, student in self.students.items():
+            values = *student.of_labels, *self.scores_of(name).trained
+            self.training_log.labelled_only |= {f"{name}/{what}" for what in values}
+        averages = [] if ema is None else [WeightAverages(self, ema)]
+        self.averages = averages[0].averages if averages else nn.ModuleDict()
+        self.extras = [*batches, *extras_of_nets(self), *self.parts.extras(), *averages]
         self.train()
         self.to(memory_format=torch.channels_last)
-        averages = [f"averages.{key}" for key in self.averages.state_dict()]
-        self._ddp_params_and_buffers_to_ignore = [*list_kept(self), *averages]
-        leave_out_of_state(self)
+        names = [f"averages.{key}" for key in self.averages.state_dict()]
+        self._ddp_params_and_buffers_to_ignore = [*replicated_buffer_names(self), *names]
+        exclude_teacher_from_state_dict(self)
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", ())
-        check_classes(self.teacher, names, "teacher")
+    # ---- what it is made of
 
-    def _student(self, name: str, net: nn.Module, objective: Objective) -> Student:
-        with naming(f"variants.{name}"):
-            wrap = partial(objective.wrap, net, self.teacher, self._example)
-            return Student(prepare_net(keyed.with_seed(self.seed, wrap)), objective)
+    def net_of(self, run: str) -> nn.Module:
+        return self.students[run].net
 
-    @torch.no_grad()
-    def _build(self, example: Tensor) -> None:
-        """Let the objectives make their parts, given example inputs; the students' layers are settled first."""
-        choose_layers(self.teacher, self.students)
-        self.cache.check(self._objectives)
-        asking = [name for name, objective in self._objectives.items() if objective.uses_teacher]
-        if asking and isinstance(self.teacher, NoTeacher):
-            raise BadInput("teacher", "None", f"a teacher, which variants.{asking[0]} learns from")
-        teacher = self._run_teacher(example) if asking else None
-        for name, student in self.students.items():
-            beside = {peer: self.students[peer].eval() for peer in student.objective.peers}
-            peers = {peer: other.raw(example) for peer, other in beside.items()}
-            flag = f"variants.{name}"
-            if teacher is not None:
-                check_features(teacher, student.objective.teacher_layers, flag)
-            outputs = teacher and teacher.match_dtype(student.net)
-            student.build(example, outputs, self.seed, flag, self._samples, self._labelled, peers)
-            self.of_labels |= {f"{name}/{what}" for what in (*student.of_labels, *self.scores_of(name).trained)}
-        self._chunks.choose(self.teacher, self.students, example)
+    def module_of(self, run: str) -> nn.Module:
+        return self.students[run]
 
-    @property
-    def _objectives(self) -> dict[str, Objective]:
-        return {name: student.objective for name, student in self.students.items()}
+    def average_of(self, run: str) -> nn.Module | None:
+        """The net with the averages of a run's weights, if there are any."""
+        return cast("AveragedModel", self.averages[run]).module if run in self.averages else None
 
-    @property
-    def _teacher_layers(self) -> set[str]:
-        members = self.teacher.member_layers if isinstance(self.teacher, Ensemble) else ()
-        return {*members, *(path for o in self._objectives.values() for path in o.teacher_layers.values())}
+    def peers_of(self, run: str) -> list[str]:
+        return list(self.objectives[run].peers)
 
-    @property
-    def relates_rows(self) -> bool:
-        """Whether any student's objective relates rows of the global batch; strategies that can't do so refuse it."""
-        relates = any(o.relates_rows for name, o in self._objectives.items() if name not in self.inactive)
-        return relates or super().relates_rows
+    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.startswith((f"students.{run}.", f"averages.{run}."))]
 
-    @property
-    def fewest_rows(self) -> int:
-        """Rows of a shard under `--exact`: of images as many as BatchNorm needs, which company may have."""
-        return FEWEST_ROWS if self._example.is_floating_point() else 1
-
-    @property
-    def uses_teacher(self) -> bool:
-        return any(self.students[name].objective.uses_teacher for name in self.active_runs)
-
-    def sharded_modules(self) -> list[nn.Module]:
-        """Modules that are called separately, for strategies that shard: teacher, students' nets, objectives' parts."""
+    def find_layout(self) -> ModuleLayout:
+        """Teacher, students' nets, averages and objectives' parts are called separately."""
+        base = super().find_layout()
         averages = [net for net in map(self.average_of, self.runs) if net is not None]
         parts = [part for s in self.students.values() for part in (*s.objective.parts(), s.net)]  # some are the net's
-        teachers = [] if isinstance(self.teacher, Absent) else [self.teacher]
-        return [*teachers, *averages, *parts]
-
-    def read_layers(self) -> list[tuple[nn.Module, bool]]:
-        """The layers whose outputs, or inputs where that is true, objectives read, for strategies that cut layers."""
-        nets = [(self.teacher, self._teacher_layers)]
+        teachers = [] if isinstance(self.teacher, TeacherWithoutWeights) else [self.teacher]
+        nets = [(self.teacher, self.teacher_layers)]
         nets += [(s.net, {*s.objective.student_layers.values()}) for s in self.students.values()]
-        return [(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names]
+        relates = any(o.relates_rows for name, o in self.objectives.items() if name not in self.inactive)
+        return replace(
+            base, sharded=[*teachers, *averages, *parts], relates_rows=relates or base.relates_rows,
+            read_layers=[(layer(net, name), name in input_names(net, names)) for net, names in nets for name in names],
+            fewest_rows=FEWEST_ROWS if self._example.is_floating_point() else 1,  # company may have BatchNorm
+        )  # fmt: skip
 
-    def _ask_teacher(self, inputs: Tensor, whole: bool = False) -> Outputs:
-        with torch.no_grad():
-            if (head := self.teacher_head()) is not None:
-                return run_before_head(self.teacher, head, inputs)
-            if isinstance(self.cache, TextStore):
-                return condense_teacher(self._run_teacher(inputs), self._objectives)
-            chunks = self._chunks if self.training and not (self._storing or whole) else InChunks(0, 0)
-            outputs, hidden = chunks.run_teacher(self.teacher, inputs, self._teacher_layers)
-            return condense_teacher(outputs, self._objectives).with_features(hidden)
-
-    def _run_teacher(self, inputs: Tensor) -> Outputs:
-        if isinstance(self.teacher, StoredTeacher):  # for checks and costs of shapes alone: training reads the file
-            return Outputs(self.teacher.zeros(inputs), {})
-        return run(self.teacher, inputs, self._teacher_layers)
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
+        return side_by_side(self.teacher, self.students, self.asked, self._example)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -233,157 +206,143 @@ class Distillation(ScoredBesideTeacher):
             self.students[name].eval()
         return self
 
-    def _fail(self, run: str, term: str) -> None:
-        super()._fail(run, term)
+    def fail(self, run: str, term: str) -> None:
+        """Let those who learn from a failed run fail with it."""
+        super().fail(run, term)
         self.students[run].eval()  # a pipeline still computes it, but must not change its statistics
-        for name, objective in self._objectives.items():
+        for name, objective in self.objectives.items():
             if name not in self.failed and run in objective.peers:
-                self._fail(name, f"peer {run}")
+                self.fail(name, f"peer {run}")
 
-    def net_of(self, run: str) -> nn.Module:
-        return self.students[run].net
+    # ---- a forward
 
-    def module_of(self, run: str) -> nn.Module:
-        return self.students[run]
+    def forward(self, inputs: Tensor, *beside: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
+        """Outputs for inputs (b, ...): the teacher's if needed and not stored, and those of all students."""
+        asked = self.asked()
+        teacher = self.ask_teacher(inputs, asked.purpose, beside) if asked.teacher else None
+        students = [name for name in asked.students if name not in self.inactive]
+        run = self.outputs.run_student
+        return teacher, {name: run(name, self.students[name], inputs, beside, asked.purpose) for name in students}
 
-    def peers_of(self, run: str) -> list[str]:
-        return list(self.students[run].objective.peers)
+    @torch.no_grad()
+    def ask_teacher(self, inputs: Tensor, purpose: Purpose = "all", beside: Sequence[Tensor] = ()) -> Outputs:
+        """Run the teacher on inputs (b, ...); return what students' losses, or scores, are computed from."""
+        layers, objectives = self.teacher_layers, self.objectives
+        return self.outputs.run_teacher(self.teacher, inputs, beside, layers, objectives, purpose)
 
-    def names_of(self, run: str, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name.startswith((f"students.{run}.", f"averages.{run}."))]
+    def asked(self) -> Asked:
+        """What a forward computes now: what `asking` says, or what a step learns from."""
+        if self._asked:
+            return self._asked[-1]
+        elsewhere = self.runs_elsewhere()
+        students = [run for run in self.runs if run not in elsewhere]  # a pipeline computes those that failed, too
+        uses = any(self.objectives[run].uses_teacher for run in students if run not in self.inactive)
+        purpose: Purpose = "losses" if self.training else "all"
+        return Asked(uses and self.training and not self.cache.is_filled, students, purpose)
 
-    def forward(self, inputs: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
-        """Outputs for inputs (b, ...): the teacher's if needed and not cached, and those of all students."""
-        teacher, students = self.active()
-        taught = self._ask_teacher(inputs) if teacher else None
-        return taught, {name: self.students[name](inputs) for name in students if name not in self.inactive}
+    @contextmanager
+    def asking(self, asked: Asked) -> Iterator[None]:
+        """Inside, a forward computes this; a pipeline's takes no argument but tensors."""
+        self._asked.append(asked)
+        try:
+            yield
+        finally:
+            self._asked.pop()
 
-    def active(self) -> tuple[bool, Sequence[str]]:
-        """Whether the teacher runs in a forward, and which students."""
-        if self._storing:
-            return True, ()
-        others = [run for run in self.runs if run not in self.writers()]
-        uses = any(self.students[run].objective.uses_teacher for run in others if run not in self.inactive)
-        return (uses and self.training and not self.cache.is_filled) or self._comparing, others
+    def predict(self, inputs: Tensor) -> dict[str, Tensor]:
+        with self.asking(Asked(False, self.runs)):
+            return {name: x.logits for name, x in self(inputs)[1].items() if name not in self.inactive}
 
-    def pipeline_stages(self) -> list[nn.Module]:
-        """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
-        return side_by_side(self.teacher, self.students, self.active, self._example)
+    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
+        """What evaluation scores, also of averages, and of the teacher if `beside` it."""
+        beside = beside and self.has_teacher
+        with self.asking(Asked(beside, self.runs, "scores")):
+            teacher, students = self(inputs)
+        averages = {name: net for name in self.active_runs if (net := self.average_of(name)) is not None}
+        return Predictions(
+            teacher if beside else None,
+            {name: x for name, x in students.items() if name not in self.inactive},
+            {name: self.outputs.run_average(name, net, inputs) for name, net in averages.items()},
+        )
 
-    def on_train_start(self) -> None:
-        """Cache the teacher's outputs if they will be needed again."""
-        super().on_train_start()
-        trainer = self.trainer
-        self._epoch = trainer.num_training_batches
-        self._whole = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
-        data: Any = getattr(trainer, "datamodule", None)
-        if not (self.uses_teacher and self.cache.is_wanted(data, self._whole / self._epoch)):
-            return
-        if self._batch_norms:
-            name = next(iter(self._batch_norms)) or type(self.teacher).__name__
-            self.print(f"teacher's outputs are not stored: they depend on the batch, by its statistics in {name}")
-            return
-        self._storing = True
-        with trainer.precision_plugin.forward_context(), torch.no_grad():
-            computed = self.cache.fill(data, lambda chunk: self(chunk.inputs)[0], trainer)
-        self._storing = False
-        if self.cache.is_filled:
-            self.teacher_samples, self.teacher_stored = max(self.teacher_samples, computed), True
-
-    def on_train_end(self) -> None:
-        self.cache.clear()
-        self.written_ahead.clear()
-
-    def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
-        """Also count what the teacher computes, and check the size of the first batch."""
-        if not self.batches_done:
-            self.check_batch(count)
-        self.teacher_samples += count * self.passes()
-        return super().on_global_batch(means, count)
-
-    def idle_parameters(self) -> list[nn.Parameter]:
-        """Also those of nets of which an objective trains a part for now."""
-        resting = [student for student in self.students.values() if not student.objective.trains_all()]
-        trained = {p for student in resting for part in student.objective.parts() for p in part.parameters()}
-        parameters = [p for student in resting for p in student.net.parameters() if p not in trained]
-        return [*super().idle_parameters(), *parameters]
-
-    def check_batch(self, count: int) -> None:
-        """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""
-        for objective in self._objectives.values():
-            if count < objective.fewest_related:
-                why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
-                raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
-
-    def check_packed(self) -> None:
-        """Raise BadInput if an objective compares rows, which hold several texts each, and not their tokens."""
-        for name, student in self.students.items():
-            student.check_packed(name)
-
-    @staticmethod
-    def keep_students(checkpoint: dict[str, Any], students: Sequence[str], kept: Collection[str]) -> None:
-        """Leave in a checkpoint of these students, in the order of their groups, that from which some go on alone."""
-        dropped = [name for name in students if name not in kept]
-        for part in ("students.", "averages."):
-            checkpoint["state_dict"] = without(checkpoint["state_dict"], dropped, part, ".")
-        keep_runs(checkpoint, students, kept)
-        ahead = checkpoint["learner"]["written_ahead"]
-        ahead = {name: written for name, written in ahead.items() if name in kept}
-        checkpoint["learner"] |= {"teacher_samples": 0, "written_ahead": ahead}
+    # ---- a training step
 
     def losses(
-        self, outputs: tuple[Outputs | None, dict[str, Outputs]], batch: Batch
+        self, outputs: tuple[Outputs | None, Mapping[str, Outputs]], batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         teacher, students = outputs
         if self.cache.is_filled and not batch.is_written:
             teacher = self.cache.rows(batch)
         if students:
-            self.check_labels(next(iter(students.values())).logits, batch)
+            self.checks.check_labels(next(iter(students.values())).logits, batch, self.training)
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
-        loss = zero_of((self.students[name] for name in self.inactive), self.device)
+        loss = zero_loss((self.students[name] for name in self.inactive), self.device)
         active = {name: self.students[name] for name in self.active_runs if name in students}
-        losses = self._chunks.losses(active, students, (teacher, self.teacher), batch, self._place(batch))
+        losses = self.outputs.losses(active, students, teacher, batch, self.context(batch))
         for name, (part, total, values) in losses.items():
             loss = loss + self.loss_scales.scaled(name, part)
+            # Where a head was left out, its cross-entropies are known.
             measured = self.scores_of(name).per_label(students[name].logits, batch.labels, values.pop(CE, None))
             measured = {what: average_labelled(x, batch.labels, batch.label_weight) for what, x in measured.items()}
             parts |= {f"{name}/{what}": x for what, x in {**values, "loss": total, **measured}.items()}
         return loss, parts
 
-    def _place(self, batch: Batch) -> Place:
+    def context(self, batch: Batch | None = None) -> StepContext:
+        """Where training is, and which rows a batch has."""
         done = self.batches_done
-        epoch, progress, rows = done / self._epoch, done / self._whole, (batch.index, batch.rows, batch.count)
-        return Place(done, epoch, progress, *rows, self._samples, is_written=batch.is_written)
+        context = StepContext(done, done / self.epoch_batches, done / self.batches_planned, samples=self._samples)
+        if batch is None:
+            return context
+        return context._replace(index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)
 
-    def copy_student(self, run: str) -> Student:
-        """A copy of a student, in training mode, whose steps are measured."""
-        return copy.deepcopy(self.students[run]).train()
+    def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
+        """Also count what the teacher computes, and check the size of the first batch."""
+        if not self.batches_done:
+            self.check_batch(count)
+        elsewhere = [self.students[run].objective for run in self.runs_elsewhere()]
+        self.teacher_samples += count * (self.asked().teacher + sum(o.uses_teacher for o in elsewhere))
+        return super().on_global_batch(means, count)
 
-    def steps_alone(self, run: str, batch: Batch) -> list[tuple[float, Callable[[], Tensor]]]:
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Also those of nets of which an objective trains a part for now."""
+        students, context = self.students.values(), self.context()
+        resting = [student for student in students if not call(student.objective.trains_all, context=context)]
+        trained = {p for student in resting for part in student.objective.parts() for p in part.parameters()}
+        parameters = [p for student in resting for p in student.net.parameters() if p not in trained]
+        return [*super().idle_parameters(), *parameters]
+
+    # ---- checks before training
+
+    def check_batch(self, count: int) -> None:
+        """Raise BadInput if an objective relates rows and its terms have no gradient in global batches of `count`."""
+        for objective in self.objectives.values():
+            if count < objective.fewest_related:
+                why = f"{type(objective).__name__} relates samples, and relations of fewer have no gradient"
+                raise BadInput("data.batch_size", count, f"at least {objective.fewest_related}: {why}")
+
+    # ---- the teacher's outputs for all samples
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", ())
+        check_classes(self.teacher, names, "teacher")
+
+    def on_train_start(self) -> None:
+        """Store the teacher's outputs if they will be needed again."""
+        super().on_train_start()
+        trainer = self.trainer
+        self.epoch_batches = trainer.num_training_batches
+        self.batches_planned = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        if any(self.objectives[name].uses_teacher for name in self.active_runs):
+            with self.asking(Asked(True, ())):
+                store_outputs(self, self.batches_planned / self.epoch_batches, next(iter(self._batch_norms), None))
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.cache.clear()
+
+    def timed_steps(self, run: str, batch: Batch) -> dict[float, Callable[[], Tensor]]:
         """Steps of one copy of a student with its objective's parts; the outputs of others are computed beforehand."""
-        student = self.copy_student(run)
-        parts = self.parts_alone(run, batch)
-        uses = student.objective.uses_teacher
-        taught = [
-            self.cache.reduce(self._ask_teacher(part.inputs, whole=True), part) if uses else None for part in parts
-        ]
-        with torch.no_grad():  # of copies, as running statistics change
-            peers = {peer: copy.deepcopy(self.students[peer])(batch.inputs) for peer in student.objective.peers}
-
-        def step(progress: float) -> Tensor:
-            student.zero_grad()
-            loss = torch.zeros((), device=self.device)
-            for part, teacher in zip(self.parts_alone(run, batch), taught, strict=True):
-                outputs = {run: student(part.inputs), **peers}
-                place = self._place(part)._replace(progress=progress)
-                losses = self._chunks.losses({run: student}, outputs, (teacher, self.teacher), part, place)
-                loss = loss + losses[run].part
-            return loss
-
-        return [(share, partial(step, progress)) for share, progress in student.objective.phases()]
-
-    def step_alone(self, run: str, batch: Batch) -> Callable[[], Tensor]:
-        """The first of `steps_alone`."""
-        return self.steps_alone(run, batch)[0][1]
+        return timed_steps(self, run, batch)

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from lit_modules.distillation import Distillation
-from lit_modules.language_model import TrainsAsGPT2
 from lit_modules.nets.recorded import Spec
-from lit_modules.objectives import CrossEntropy
-from lit_modules.student import Student
+from lit_modules.objectives.cross_entropy import CrossEntropy
 from lit_modules.tasks import Task, Tokens
+from lit_modules.text.gpt2_optimization import GPT2Optimization, learning_rate
 
 
-class LanguageModels(TrainsAsGPT2, Distillation):
+class LanguageModels(Distillation):
     """Trains nets, tokens (B, T) -> logits (B, T, V), on the same batches, each as `LitLanguageModel` trains one.
 
     They share batches and the noise's key, and nothing else: a net has the numbers that it would have alone. It is a
@@ -37,6 +36,9 @@ class LanguageModels(TrainsAsGPT2, Distillation):
         end_tokens: tokens that end a response.
     """
 
+    optimization: GPT2Optimization
+    lr = learning_rate
+
     def __init__(
         self,
         nets: Mapping[str, nn.Module | Spec],
@@ -54,15 +56,10 @@ class LanguageModels(TrainsAsGPT2, Distillation):
         end_tokens: tuple[int, ...] = (),
     ) -> None:
         students: dict[str, Any] = {name: (net, CrossEntropy()) for name, net in nets.items()}
+        optimization = GPT2Optimization(lr, warmup_steps, weight_decay, betas, clip_norm, compiled, optimizer_options)
         super().__init__(
-            None, students, input_shape, num_classes, seed=seed,
-            task=task or Tokens(), input_dtype=torch.int64, optimizer_options=optimizer_options, end_tokens=end_tokens,
+            None, students, input_shape, num_classes, seed=seed, task=task or Tokens(), input_dtype=torch.int64,
+            optimization=optimization, end_tokens=end_tokens,
             loss_chunk=0 if compiled else None,  # a compiled net is called as a whole
         )  # fmt: skip
-        self.set_training(lr, warmup_steps, weight_decay, betas, clip_norm, compiled)
-
-    def copy_student(self, run: str) -> Student:
-        student = super().copy_student(run)
-        if self.compiled:
-            student.net.compile(dynamic=False)
-        return student
+        optimization.check_loop(self)

@@ -1,4 +1,4 @@
-"""Callbacks that follow each run of a Learner by itself: its best epoch, and when it has learnt enough."""
+"""Callbacks that follow each run of a Loop by itself: its best epoch, and when it has learnt enough."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.learner import Learner
+from lit_modules.training.loop import Loop
 
 VALIDATION = "val/"  # how names of scores of validation begin
 
@@ -33,20 +33,22 @@ class RunMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise BadInput if the module's runs have no such score."""
-        check_monitor(cast("Learner", pl_module), self.monitor, "monitor")
+        check_monitor(cast("Loop", pl_module), self.monitor, "monitor")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        module = cast("Learner", pl_module)
-        values = {run: module.validated.get(f"{run}/{self.monitor}".lstrip("/")) for run in module.active_runs}
+        module = cast("Loop", pl_module)
+        values = {
+            run: module.training_log.validated.get(f"{run}/{self.monitor}".lstrip("/")) for run in module.active_runs
+        }
         self.validated(trainer, module, {run: value for run, value in values.items() if value is not None})
 
-    def validated(self, trainer: Trainer, module: Learner, values: Mapping[str, float]) -> None:
+    def validated(self, trainer: Trainer, module: Loop, values: Mapping[str, float]) -> None:
         """Take the values of the runs that train."""
         raise NotImplementedError
 
-    def improved(self, module: Learner, values: Mapping[str, float]) -> Iterator[str]:
+    def improved(self, module: Loop, values: Mapping[str, float]) -> Iterator[str]:
         """Yield the runs whose value is better than all before; of equal ones the earliest stays."""
         sign = 1.0 if module.task.higher_is_better(self.monitor.removeprefix(VALIDATION)) else -1.0
         for run, value in values.items():
@@ -58,7 +60,7 @@ class RunMonitor(Callback):
 class BestEpoch(RunMonitor):
     """Keeps each run's weights of its best validation, on the CPU of rank zero, and in checkpoints."""
 
-    def validated(self, trainer: Trainer, module: Learner, values: Mapping[str, float]) -> None:
+    def validated(self, trainer: Trainer, module: Loop, values: Mapping[str, float]) -> None:
         runs = [*self.improved(module, values)]
         if not runs:
             return
@@ -80,7 +82,7 @@ class StopRuns(RunMonitor):
         super().__init__(monitor)
         self.patience = patience
 
-    def validated(self, trainer: Trainer, module: Learner, values: Mapping[str, float]) -> None:
+    def validated(self, trainer: Trainer, module: Loop, values: Mapping[str, float]) -> None:
         better = {*self.improved(module, values)}
         for run, value in values.items():
             if run in better:
@@ -95,7 +97,7 @@ class StopRuns(RunMonitor):
                 module.stop(run)
 
 
-def check_monitor(module: Learner, monitor: str, flag: str) -> None:
+def check_monitor(module: Loop, monitor: str, flag: str) -> None:
     """Raise BadInput if a score is none of the validation's of all runs."""
     names = [f"{VALIDATION}{name}" for name in ("loss", *module.scores_of(module.runs[0]).names) if name != "correct"]
     if monitor not in names:

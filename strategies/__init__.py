@@ -1,6 +1,7 @@
 """Lightning strategies: data parallel, sharded, exact and pipelined, for any Lightning project.
 
-Read `base.data_parallel` (how ranks start, meet and end), `exact.exact` (how a batch is run), then a strategy's module.
+Read `base.data_parallel` (how ranks start, meet and end), `exact.steps` (another way to run a batch), then a
+strategy's module.
 """
 
 from functools import partial
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 
-from strategies.base.data_parallel import DataParallel
-from strategies.base.model_parallel import ModelParallel
-from strategies.ddp import DDP
-from strategies.fsdp import FSDP
-from strategies.hsdp import HSDP
-from strategies.pipeline import PipelineStrategy
-from strategies.zero1 import ZeRO1
+if TYPE_CHECKING:
+    from strategies.base.data_parallel import DataParallel
+    from strategies.base.model_parallel import ModelParallel
+    from strategies.ddp import DDP
+    from strategies.fsdp import FSDP
+    from strategies.hsdp import HSDP
+    from strategies.pipeline import PipelineStrategy
+    from strategies.zero1 import ZeRO1
 
-# Short names, for `--trainer.strategy` and others: the class's import path and the options that it gets. Those of `lab`
-# are imported when they are chosen.
+BASES = ("strategies.base.data_parallel.DataParallel", "strategies.base.model_parallel.ModelParallel")
+# Short names, for command lines and others: the class's import path and the options that it gets. A class is imported
+# when it is chosen.
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("strategies.ddp.DDP", {}),
     "ddp_fork": ("strategies.ddp.DDP", {"start_method": "fork"}),
@@ -57,8 +60,9 @@ def _build(path: str, **options: Any) -> Any:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import `ring`, or a class of `lab`, when it is used: both were here once."""
-        paths = {"ring": "lab.strategies.ring", **{path.rpartition(".")[2]: path for path, _ in NAMES.values()}}
+        """Import a class when it is used; `ring` and the classes of `lab` were here once."""
+        classes = (*BASES, *(path for path, _ in NAMES.values()))
+        paths = {"ring": "lab.strategies.ring", **{path.rpartition(".")[2]: path for path in classes}}
         if name not in paths:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return resolve_name(paths[name])

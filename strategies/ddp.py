@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 from strategies.base.model_parallel import ModelParallel, devices_of
-from strategies.base.private import register_ddp_comm_hook
-from strategies.exact import Exact
+from strategies.base.private import register_ddp_comm_hook, sync_module_states
+from strategies.base.steps import PlainSteps
+from strategies.exact import ExactSteps
 
 # Options of DistributedDataParallel that pass through `**kwargs`; the strategy sets the devices.
 WRAPPER = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids", "output_device"}
@@ -56,8 +57,8 @@ class AveragesGradients(DataParallel):
         super().pre_backward(closure_loss)
 
 
-class DDP(Exact, AveragesGradients):
-    """Lightning's distributed data parallel, forked on CPU; supports `--exact`.
+class DDP(AveragesGradients):
+    """Lightning's distributed data parallel, forked on CPU; it can be exact.
 
     DistributedDataParallel averages gradients while backward runs. A rank whose module is a ModelParallel has as many
     GPUs as that has stages; batches go to the last.
@@ -71,7 +72,9 @@ class DDP(Exact, AveragesGradients):
         ddp_comm_hook: communicates a bucket of gradients.
         ddp_comm_wrapper: wraps the hook.
         model_averaging_period: steps between two averagings of the parameters; only for a PostLocalSGDState.
-        **kwargs: DistributedDataParallel's other options, and Exact's.
+        exact: number of shards of a batch, and the largest number of devices, for bits that don't depend on it, as
+            ExactSteps says; None for plain data parallelism.
+        **kwargs: DistributedDataParallel's other options, and DataParallel's.
     """
 
     saves_alone = True
@@ -86,10 +89,13 @@ class DDP(Exact, AveragesGradients):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
+        *,
+        exact: int | None = None,
         **kwargs: Any,
     ) -> None:
         wrapper = {name: kwargs.pop(name) for name in WRAPPER & kwargs.keys()}
         super().__init__(**kwargs)
+        self.exact = exact
         self._ddp_comm_state, self._ddp_comm_hook = ddp_comm_state, ddp_comm_hook
         self._ddp_comm_wrapper, self._model_averaging_period = ddp_comm_wrapper, model_averaging_period
         self._ddp_kwargs = wrapper | {
@@ -102,18 +108,24 @@ class DDP(Exact, AveragesGradients):
         self._unplaced: list[ModelParallel] = []  # those whose devices this strategy chooses
         self._split_devices: list[torch.device] | None = None
 
+    def _make_steps(self, shards: int | None) -> PlainSteps:
+        return PlainSteps() if shards is None else ExactSteps(self, shards)
+
     def _check_devices(self) -> None:
         super()._check_devices()
         if self.exact is not None and self._ddp_comm_hook is not None:
             raise self._fault("no ddp_comm_hook, as gradients are added as whole numbers")
 
     def configure_ddp(self) -> None:
+        """Wrap the module; without a wrapper, as exact steps need none, ranks start with rank zero's states."""
+        if self.exact is not None:
+            sync_module_states(self._module)
+            return
         # A share without rows has gradients in another memory order.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
         self._pl_static_graph_delay_done = False  # Lightning's flag for the last wrapper
         super().configure_ddp()
-        if self.exact is None:
-            self._averaged = {p for p in self._module.parameters() if p.requires_grad}
+        self._averaged = {p for p in self._module.parameters() if p.requires_grad}
 
     def _average_unfrozen(self, batch_idx: int) -> None:
         """Wrap the module again, without a broadcast: replicas are equal, or differ on purpose as in LocalSGD."""
@@ -176,7 +188,7 @@ class DDP(Exact, AveragesGradients):
     def model_to_device(self) -> None:
         """Move the module to this rank's device, and each stage of a split module to its own."""
         if any(split not in self._splits for split in self._split_parts()):
-            raise BadInput("", "ModelParallel", "it to be made in the module's constructor, not in a later hook")
+            raise BadInput("", "ModelParallel", "one that is made in the module's constructor, not in a later hook")
         for split in self._unplaced:
             self.undo.callback(split.place, None)
             split.place(self._split_devices)
@@ -184,7 +196,7 @@ class DDP(Exact, AveragesGradients):
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self.exact is not None:
-            return super()._setup_model(model)
+            return model
         for split in self._splits:
             if self.world_size > 1 and split.split_size is not None and (layers := split.gathering_layers()):
                 why = f"as {layers[0]} computes over all ranks, and they can have different numbers of splits"

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from apprentice import replicas
+from apprentice.contract import HasMaps
 from apprentice.errors import BadInput
 from strategies import tensor_parallel
 from strategies.base import checkpoints
@@ -44,15 +45,14 @@ EXPECTED = {
     "layers are no longer whole",
     "data is not allocated yet": f"{NORM}, as each rank has a part of a gradient",
 }
-MAPS = "weights"  # the method of attention that gives its maps: an objective may call it in place of `forward`
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDP(SharedReplica):
     """Shards parameters, gradients and optimizer state over the ranks; a layer's are gathered while it is computed.
 
-    It shards the modules that the LightningModule's `sharded_modules()` returns, or else its children; each has to be
-    called through its own `forward`. Inside, each member of an `nn.Sequential` or `nn.ModuleList` is a layer.
+    It shards the modules that the LightningModule's layout names (`apprentice.contract`), or else its children; each
+    has to be called through its own `forward`. Inside, each member of an `nn.Sequential` or `nn.ModuleList` is a layer.
     Checkpoints have the layout of one device. A device needs room for the whole model at the start, and the CPU at the
     end, when each rank's module is made whole again.
 
@@ -162,7 +162,6 @@ class FSDP(SharedReplica):
     def setup(self, trainer: Trainer) -> None:
         self.check_trainer(trainer)
         if self._tensor_mesh is not None:
-            self.check_module(self._module)
             if self.replica[1] == 1:
                 self._read_whole_batches(trainer)
             self._reduce_metrics(replicas.group())
@@ -207,8 +206,8 @@ class FSDP(SharedReplica):
         for m in dict.fromkeys([*norms, module]):
             if not isinstance(m, FSDPModule):
                 fully_shard(m, mesh=self._mesh, mp_policy=self._policy(m, is_layer), **options)
-                if callable(getattr(m, MAPS, None)):
-                    register_fsdp_forward_method(m, MAPS)
+                if isinstance(m, HasMaps):
+                    register_fsdp_forward_method(m, "weights")
 
     def _policy(self, module: nn.Module, is_layer: bool) -> MixedPrecisionPolicy:
         if self.param_dtype is None:

@@ -17,7 +17,7 @@ class HSDP(FSDP):
 
     def __init__(self, shard_size: int = 2, **kwargs: Any) -> None:
         if (mesh := kwargs.get("mesh")) is not None:
-            raise BadInput("mesh", mesh, "none: shard_size makes the groups; fsdp takes a mesh")
+            raise BadInput("mesh", mesh, "not allowed, as shard_size makes the groups; fsdp takes a mesh")
         super().__init__(**kwargs)
         self.shard_size = shard_size
 

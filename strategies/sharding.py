@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from apprentice.contract import layout_of
 from apprentice.errors import BadInput
 from strategies.base.checkpoints import gather_tensor
 from strategies.base.private import module_state_mapping
@@ -22,9 +23,9 @@ Place = tuple[nn.Module, str]  # a module, and the name of its buffer or attribu
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to shard: `module.sharded_modules()`, or else its children."""
-    if hasattr(module, "sharded_modules"):
-        yield from module.sharded_modules()  # type: ignore[operator]
+    """Yield the modules to shard: those of the module's layout, or else its children."""
+    if (sharded := layout_of(module).sharded) is not None:
+        yield from sharded
     else:
         for child in module.children():
             if _is_called(child):
@@ -79,7 +80,7 @@ class Sharding:
         inside = {p for unit in parts for p in unit.parameters()}
         for name, p in module.named_parameters():
             if p.requires_grad and p not in inside:
-                place = "inside a child that is called, or a module that `sharded_modules` names"
+                place = "inside a child that is called, or a module that the layout's `sharded` names"
                 raise BadInput("", f"{name} can't be sharded", f"a trainable parameter {place}")
         names = {p: name for name, p in module.named_parameters()}
         if scalars := [names[p] for unit in parts for p in unit.parameters() if not p.dim()]:

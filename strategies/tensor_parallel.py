@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from apprentice.contract import HasTensorPlan, Joined, layout_of
 from apprentice.errors import BadInput
 
 DATA, TENSOR = "data", "tensor"  # dimensions of a mesh
 ORDER = "_tensor_parallel_order"  # attribute of a layer while its rows are in another order than one device's
+PART = "part"  # attribute of such a layer: the number of the part that this rank has of each matrix
 
 Plan = dict[str, ParallelStyle]  # by the path of a layer
 
@@ -52,9 +54,9 @@ def check(module: nn.Module, mesh: Mapping[str, int] | DeviceMesh, ranks: int) -
             if rows % ranks:
                 raise BadInput("mesh", mesh, f"a size of {TENSOR} that divides {rows}, into which {layer} can be cut")
         partial |= {(part, end): f"{name}.{path}".strip(".") for path, part, end in _partial(net, plan)}
-    for layer in getattr(module, "read_layers", list)():
-        if layer in partial:
-            expected = f"objectives that read whole layers, not {partial[layer]}, of which each rank has a part"
+    for read in layout_of(module).read_layers:
+        if read in partial:
+            expected = f"objectives that read whole layers, not {partial[read]}, of which each rank has a part"
             raise BadInput("mesh", mesh, expected)
 
 
@@ -64,12 +66,12 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> bool:
     for _, net, plan in nets:
         for path, style in plan.items():
             layer = net.get_submodule(path)
-            if joined := getattr(layer, "joined", None):
-                matrices = torch.arange(next(layer.parameters()).shape[0]).split(joined[0])
+            if isinstance(layer, Joined):
+                matrices = torch.arange(next(layer.parameters()).shape[0]).split(layer.joined[0])
                 parts = [rows.view(mesh.size(), -1) for rows in matrices]  # of each rank, for each matrix
                 order = torch.cat(parts, 1).flatten()
                 setattr(layer, ORDER, order)
-                layer.part = mesh.get_local_rank()  # type: ignore[assignment]
+                setattr(layer, PART, mesh.get_local_rank())
                 for p in layer.parameters(recurse=False):
                     p.data = p.data[order.to(p.device)]
             padding = _EmptyBatches()
@@ -103,11 +105,12 @@ class _EmptyBatches:
 def _find_plans(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
     """Yield name, net and plan of each net in a module that has a plan; expands the patterns in a plan's paths."""
     for name, net in module.named_modules():
-        if not hasattr(net, "tensor_parallel_plan"):
+        styles = net.tensor_parallel_plan() if isinstance(net, HasTensorPlan) else None
+        if styles is None:
             continue
         paths = [path.split(".") for path, _ in net.named_modules()]
         plan: Plan = {}
-        for pattern, style in net.tensor_parallel_plan().items():
+        for pattern, style in styles.items():
             parts = pattern.split(".")
             matches = [path for path in paths if len(path) == len(parts) and all(map(fnmatchcase, path, parts))]
             plan |= {".".join(path): style for path in matches}
@@ -116,9 +119,8 @@ def _find_plans(module: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 def _rows(layer: nn.Module, style: ParallelStyle) -> int:
     """Return the number of parts into which a layer can be cut."""
-    joined: tuple[tuple[int, ...], int] | None = getattr(layer, "joined", None)
-    if joined:
-        return joined[1]
+    if isinstance(layer, Joined):
+        return layer.joined[1]
     if not isinstance(layer, nn.Linear):
         return 0  # torch says what it can't cut
     return layer.in_features if isinstance(style, RowwiseParallel) else layer.out_features

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from harness.reports.combined import combine
+from harness.reports.combine import combine
 from harness.reports.results import Results
 from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
 

@@ -23,10 +23,11 @@ Refusal = Callable[..., str]  # the fixture `refusal` of conftest.py: (main, *fl
 
 # These tell what they train or measure before they look closer.
 RUNS = ("kd: ", "gpt: ", "quantize: ", "hardware: ", "attention: ", "comm: ", "pipeline: ", "predict: ", "export: ")
-TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds"}
+TIMES = {"step_ms", "fit_seconds", "students_fit_seconds", "teacher_fit_seconds", "tokens_per_second"}
 OF_A_CALL = {"out", "resume", "devices", "checkpoint_every", "tune_wave"}
 SHOWN = {"scalars": "value", "images": "encoded_image_string", "tensors": "tensor_proto"}
-MEASURED = {"cost/step_ms", "train/samples_per_sec", "train/peak_memory_mib"}  # values differ between runs, steps don't
+# Values differ between runs, steps don't.
+MEASURED = {"training_cost/step_ms", "train/samples_per_sec", "train/peak_memory_mib"}
 
 
 def results(out: Path) -> Any:
@@ -78,6 +79,19 @@ def start(
     return Run(call, log=out.with_suffix(".log"))
 
 
+def run_of(script: Any, *flags: str) -> Any:
+    """A fixture, the folder of a run that a module's tests look at."""
+
+    @pytest.fixture(scope="module")
+    def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        torch.set_num_threads(1)
+        out = tmp_path_factory.mktemp("run") / "run"
+        script.main([*flags, "--out", str(out)])
+        return out
+
+    return run
+
+
 def kill_at(owner: Any, name: str, call: int, after: bool = False, since: Path | None = None) -> Callable[[], None]:
     """Have the main process killed at the n-th call of a function in rank zero, or right after it.
 
@@ -118,7 +132,7 @@ def refuse(
 ) -> str:
     """The one line with which the command ends, after "error: ". Without --out it leaves nothing of a run."""
     capsys.readouterr()
-    out = [] if "--out" in flags else ["--out", tmp_path / "refused"]
+    out = [] if {"--out", "--sample"} & {*flags} else ["--out", tmp_path / "refused"]
     with pytest.raises(SystemExit) as stop:
         main([str(flag) for flag in (*flags, *out)])
     shown, error = capsys.readouterr()

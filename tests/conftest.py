@@ -7,6 +7,7 @@ os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")  # as the 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers hangs in a fork of its process
 
 import gc
+import importlib
 import importlib.util
 import sys
 from collections import Counter
@@ -52,8 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the collector of garbage off what is imported: each fork would look at, and so copy, all of it."""
+    if not session.config.option.collectonly:
+        importlib.import_module("sklearn.datasets")  # of Digits: half a second in each fork
     gc.collect()
     gc.freeze()
 
@@ -136,6 +139,12 @@ def _extras(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     missing = [name for name in marker.args or LOCKED if importlib.util.find_spec(name) is None]
     if missing and not os.environ.get("CI"):
         pytest.skip(f"{', '.join(missing)}: not installed; see CONTRIBUTING.md")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`tmp_path`, as tests call it that run in a fork: see tests/with_transformers.py."""
+    return tmp_path
 
 
 @pytest.fixture

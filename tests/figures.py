@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
-from harness.reports import interactive, pages
-from harness.reports.figures import figure, metric_picture
+from harness.reports import charts
+from harness.reports.bakeoff import page
+from harness.reports.charts import metric_picture
+from harness.reports.figures import figure
 from harness.runs import tensorboard
 from harness.runs.tensorboard import confusion_figure
 
@@ -45,9 +47,9 @@ def sketch_metric(*shown: Any) -> bytes:
 
 DRAWN: dict[tuple[Any, str], Any] = {
     (Figure, "draw"): Figure.draw,
-    (interactive, "sections"): interactive.sections,
+    (page, "sections"): page.sections,
     (tensorboard, "confusion_figure"): confusion_figure,
-    (pages, "metric_picture"): metric_picture,
+    (charts, "metric_picture"): metric_picture,
 }
 
 

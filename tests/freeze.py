@@ -66,8 +66,9 @@ RESULTS = {
     "quantize": [QUANTIZE],
 }  # fmt: skip
 MACHINE_BOUND = {"kd-float32", "quantize"}  # their last digits are those of a processor and of a version of torch
-TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second)")
+TIMES = re.compile(r".*(seconds|step_ms|latency_ms|images_per_second|tokens_per_second)")
 OF_THE_INVOCATION = {"out", "resume", "overwrite", "list_layers"}  # settings that a run's config.yaml has not
+OF_SETTINGS = {"config", "free"}  # of results.json: print_config.yaml has settings
 TEXT = "tag:yaml.org,2002:str"
 OF_A_CALL = {"hardware", "versions", "commits", "commit", "out", "folder", "bytes"}
 
@@ -135,7 +136,7 @@ def page_without_times(text: str) -> list[str]:
             if not re.match("- (Hardware|Versions|Commit)", line):
                 lines.append(re.sub(r"[\d.,]*\d (ms|s|seconds|minutes?|h)\b", r"# \1", line))
         elif timed is None:
-            timed = [i for i, cell in enumerate(cells) if re.search(r", (ms|s)$|second", cell.strip())]
+            timed = [i for i, cell in enumerate(cells) if re.search(r", (ms|s)$|second|/s$", cell.strip())]
             lines.append(line)
         else:
             lines.append("|".join(" # " if i in timed else cell for i, cell in enumerate(cells)))
@@ -151,7 +152,8 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     files = sorted({re.sub(r"events\.out\.tfevents\..*", "events", path) for path in paths})
     page = (out / f"{stem}.md").read_text().replace(str(folder), "FOLDER") if name != "quantize" else ""  # of times
     contents = json.loads((out / f"{stem}.json").read_text())
-    return {"files": files, "page": page_without_times(page), "results": without_times(contents)}
+    results = {key: part for key, part in without_times(contents).items() if key not in OF_SETTINGS}
+    return {"files": files, "page": page_without_times(page), "results": results}
 
 
 def print_settings(folder: Path, line: str) -> Any:
@@ -164,6 +166,13 @@ def print_settings(folder: Path, line: str) -> Any:
         except SystemExit as end:
             return None if end.code else yaml.safe_load(out.getvalue())
     raise AssertionError(f"{line} --print_config goes on")
+
+
+def list_on(settings: Any) -> Any:
+    """The settings that are on, so that a new option, which is off, moves nothing."""
+    if not isinstance(settings, dict):
+        return settings
+    return {key: list_on(value) for key, value in settings.items() if value is not None and value is not False}
 
 
 def flatten(settings: Any, name: str = "") -> dict[str, Any]:
@@ -247,8 +256,10 @@ def freeze_results() -> Iterator[tuple[str, Any]]:
 def freeze_settings() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         lines = documented_commands()
-        defaults = {name: print_settings(Path(folder), name) for name in sorted({line.split()[0] for line in lines})}
-        settings = {line: print_settings(Path(folder), line) for line in lines}
+        defaults = {
+            name: list_on(print_settings(Path(folder), name)) for name in sorted({line.split()[0] for line in lines})
+        }
+        settings = {line: list_on(print_settings(Path(folder), line)) for line in lines}
     commands = {line: list_changes(values, defaults[line.split()[0]]) for line, values in settings.items() if values}
     return {"defaults": defaults, "commands": commands}
 

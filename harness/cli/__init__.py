@@ -4,9 +4,9 @@ The first pass finds the classes that flags and files choose; in the second json
 """
 
 from harness.cli.classes import Choice, Classes, arguments, build, factory, refusals
-from harness.cli.messages import one_line_errors, with_flag
-from harness.cli.metrics import MetricClasses
-from harness.cli.options import MOST_SEEDS, OneSeedOptions, RunOptions
+from harness.cli.declarations import Group
+from harness.cli.messages import argv_of, as_flags, one_line_errors, with_flag
+from harness.cli.options import COUNT, EXACT, MOST_SEEDS, SECONDS, Limit, OneSeedOptions, RunOptions, at_least, option
 from harness.cli.parser import Parser
 from harness.cli.resolver import choose
 from harness.cli.resuming import CALL, FREE, GROWS, OnResume
@@ -14,7 +14,8 @@ from harness.cli.rows import Row, choice_at, pick, rows
 from harness.cli.training import Strategies, scheduler_factory
 
 __all__ = [
-    "CALL", "FREE", "GROWS", "MOST_SEEDS", "Choice", "Classes", "MetricClasses", "OnResume", "OneSeedOptions",
-    "Parser", "Row", "RunOptions", "Strategies", "arguments", "build", "choice_at", "choose", "factory",
-    "one_line_errors", "pick", "refusals", "rows", "scheduler_factory", "with_flag",
+    "CALL", "COUNT", "EXACT", "FREE", "GROWS", "MOST_SEEDS", "SECONDS", "Choice", "Classes", "Group", "Limit",
+    "OnResume", "OneSeedOptions", "Parser", "Row", "RunOptions", "Strategies", "arguments",
+    "argv_of", "as_flags", "at_least", "build", "choice_at", "choose", "factory", "one_line_errors", "option", "pick",
+    "refusals", "rows", "scheduler_factory", "with_flag",
 ]  # fmt: skip

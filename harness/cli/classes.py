@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from apprentice.errors import BadInput, reason
-from harness.cli.messages import near
+from harness.cli.messages import ARGUMENT, near
 from harness.cli.signatures import Signature, options_of
 
 MOST_HAVING = 6  # classes that have an option
@@ -58,17 +58,27 @@ class Classes:
 
     is_switch: bool = False  # true and false are choices, too
     more: tuple[type, ...] = ()  # classes of ours that have short names beside the package's
+    given: frozenset[str] = frozenset()  # of `skip`, those that the chosen data give
 
     @property
     def by_name(self) -> dict[str, type]:
-        """The package's classes, then ours, by short name."""
-        return {
-            name: value
-            for name, value in [*vars(self.package).items(), *((chosen.__name__, chosen) for chosen in self.more)]
-            if inspect.isclass(value) and issubclass(value, self.bases[0]) and value not in self.bases
-            and not inspect.isabstract(value) and not name.startswith("_")
-            and not issubclass(value, tuple(self.refused))
-        }  # fmt: skip
+        """The package's classes, then ours, by short name; all are imported."""
+        names = dict.fromkeys([*vars(self.package), *getattr(self.package, "__all__", ())])
+        classes = {name: self.get(name) for name in [*names, *(chosen.__name__ for chosen in self.more)]}
+        return {name: chosen for name, chosen in classes.items() if chosen is not None}
+
+    def get(self, name: str) -> type | None:
+        """Return the class of a short name; None for no such class. A package may import it now."""
+        ours = {chosen.__name__: chosen for chosen in self.more}
+        chosen = ours.get(name) or getattr(self.package, name, None)
+        return chosen if self.offers(chosen) and not name.startswith("_") else None
+
+    def offers(self, chosen: Any) -> bool:
+        """Return whether a class of the package is one to choose."""
+        return (
+            inspect.isclass(chosen) and issubclass(chosen, self.bases[0]) and chosen not in self.bases
+            and not inspect.isabstract(chosen) and not issubclass(chosen, tuple(self.refused))
+        )  # fmt: skip
 
     def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
         """Find a class by name or import path, and the options that the name sets; BadInput if it can't be used."""
@@ -79,7 +89,7 @@ class Classes:
         if isinstance(name, str) and "." in name:
             chosen: type | None = import_class(name, key, self.bases)
         else:
-            chosen = ({other.__name__: other for other in self.refused} | self.by_name).get(str(name))
+            chosen = self.get(str(name)) or {other.__name__: other for other in self.refused}.get(str(name))
         if chosen is None or chosen in self.bases:
             raise BadInput(key, name, self.expected(name) + near_file(str(name)))
         for refused, expected in self.refused.items():
@@ -98,7 +108,7 @@ class Classes:
 
     def path(self, chosen: type, name: str) -> str:
         """Return the class path to write down: the package's if the class is there, that of ours, else the name."""
-        inside = vars(self.package).get(chosen.__name__) is chosen
+        inside = getattr(self.package, chosen.__name__, None) is chosen
         return self._whole(chosen.__name__) if inside or chosen in self.more else name
 
     def arguments_to_skip(self, chosen: Any) -> frozenset[str]:
@@ -261,7 +271,10 @@ def refusals(
             raise BadInput(key, choice.name, f"options that it takes: {error}") from error
         if flag != key and not flag.startswith(f"{key}."):
             flag = _place(choice, key, flag) or f"{key}.{flag}".removesuffix(".")
-        raise BadInput(flag, error.value, error.expected) from error
+        whole = ARGUMENT.sub(
+            lambda found: f"`{_place(choice, key, found[1]) or found[1]}{found[2] or ''}`", error.expected
+        )
+        raise BadInput(flag, error.value, whole) from error
     except kinds as error:
         zeros = [name for name, value in choice.init_args.items() if type(value) is int and value == 0]
         if isinstance(error, ZeroDivisionError) and len(zeros) == 1:

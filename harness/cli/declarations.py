@@ -1,19 +1,50 @@
 """What the command line of a script offers, key by key."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from harness.cli import training
-from harness.cli.classes import Classes
-from harness.cli.entries import Entry, Fixed
+from harness.cli.classes import Choice, Classes
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, FIXED, FREE, OnResume, rules_of
 from harness.cli.signatures import Signature, options_of
-from harness.cli.sources import Layer, Setting, layer, recipe
+from harness.cli.sources import Setting, layer
 from harness.start import called_as
+
+Recipes: TypeAlias = Mapping[Any, Mapping[str, Any]]  # by values of an option the flags that these set
+Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands at a key: the options of one class, or a choice, or texts."""
+
+    options: Signature | None = None  # of the one class
+    named: bool = False  # there are many, by names of the user's own
+    fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
+    replaced_by: str = ""  # the key of choices by names: where there are some, none is made here
+    defaults_from: str = ""  # the key whose class and options this one has where options are set and no class
+    about: str = ""  # what it is, for the help
+
+
+class Group(NamedTuple):
+    """Options that a script has where the choice at a key is of some kind."""
+
+    key: str
+    applies: Callable[[Any], bool]  # to the class that is chosen
+    path: str  # of a dataclass, imported when it is needed
+    kind: str  # of the choice, such as "texts"
+
+    @property
+    def options(self) -> type[RunOptions]:
+        """The dataclass."""
+        options: type[RunOptions] = resolve_name(self.path)
+        return options
 
 
 class Declarations:
@@ -22,12 +53,15 @@ class Declarations:
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         self.prog, self.description = prog, description
         self.name = called_as(prog).removeprefix("python experiments/")
-        self.options = options_of(options)
+        self._own = options
+        self.groups: list[Group] = []
+        self.options = options_of(options)  # and those of groups, once choices are known
+        self.brought_by: dict[str, str] = {}  # of options of groups, the keys
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
         self._defaults: dict[str, Setting] = {}
-        self._recipes: list[tuple[str, Any, Layer]] = []  # a plain option, its value, and the defaults that it adds
-        self._experiments: list[tuple[str, Any, str, Mapping[str, str]]] = []  # see `default_experiment`
+        self._recipes: list[tuple[str, Callable[[], Recipes]]] = []  # a plain option, and what its values set
+        self._experiments: list[tuple[str, Any, Collection[str], Mapping[str, str]]] = []  # see `default_experiment`
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._on_resume = rules_of(options)
         self._apart: list[str] = []  # how the flags of optimizers begin
@@ -41,13 +75,30 @@ class Declarations:
         default: Any = None,  # short name, or class_path and init_args; None makes `null` a choice
         *,
         fixed: Fixed | None = None,  # names more arguments of constructors that are not options
-        unless: str = "",  # the key of variants: where there are some, nothing is chosen here
+        replaced_by: str = "",  # the key of variants: where there are some, nothing is chosen here
         about: str = "",  # what it is, for the help
         on_resume: OnResume = FIXED,
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(fixed=fixed, unless=unless, about=about), default)
+        self._add(key, Entry(fixed=fixed, replaced_by=replaced_by, about=about), default)
+
+    def add_options(self, group: Group) -> None:
+        """Add options that the script has with some choices alone."""
+        self.groups.append(group)
+
+    def extend_options(self, choices: Mapping[str, Any]) -> None:
+        """Let plain options be the script's own and those of the groups that the choices by key bring."""
+        chosen = {key: choice.target for key, choice in choices.items() if isinstance(choice, Choice)}
+        groups = [group for group in self.groups if group.key in chosen and group.applies(chosen[group.key])]
+        self.options = self._with(groups)
+        brought = ((name, group.key) for group in groups for name in options_of(group.options).hints)
+        self.brought_by = {name: key for name, key in brought if name not in self._with(()).hints}
+        self._on_resume |= rules_of(self.options.target)
+
+    def _with(self, groups: Iterable[Group]) -> Signature:
+        """Return the script's own options and those of some groups."""
+        return options_of(_join_options(self._own, *(group.options for group in groups)))
 
     def add_variants(
         self,
@@ -64,18 +115,17 @@ class Declarations:
         self.classes[key] = classes
         self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
-    def add_recipes(self, option: str, recipes: Mapping[Any, Mapping[str, Any]]) -> None:
+    def add_recipes(self, option: str, recipes: Recipes | Callable[[], Recipes]) -> None:
         """Let a value of a plain option, or one in its list, set many flags, each of which may be given beside it.
 
-        The value `...` stands for any but None.
+        The value `...` stands for any but None. A function is called when the option has a value.
         """
-        for value, flags in recipes.items():
-            self._recipes.append((option, value, recipe(flags, f"--{option} {'N' if value is ... else value}")))
+        self._recipes.append((option, recipes if callable(recipes) else lambda: recipes))
 
     def default_experiment(
-        self, option: str, value: Any, unless: str, choices: Mapping[str, str] = MappingProxyType({})
+        self, option: str, value: Any, unless: Collection[str], choices: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Give a plain option a value in new runs with these choices by key, for which `unless`, a flag, is not set."""
+        """Give a plain option a value in new runs with these choices by key, for which no flag of `unless` is set."""
         self._experiments.append((option, value, unless, choices))
 
     def add_optimizer(
@@ -90,7 +140,7 @@ class Declarations:
         for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
             self.classes[before + key] = classes
             chosen = default if before + key == "optimizer" else None
-            self._add(before + key, Entry(like=key if before else "", about=about), chosen)
+            self._add(before + key, Entry(defaults_from=key if before else "", about=about), chosen)
 
     def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
         """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
@@ -137,6 +187,14 @@ class Declarations:
     def free(self) -> list[str]:
         """The flags on which no result depends, nor on the options below them."""
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
+
+
+def _join(options: type[RunOptions], *groups: type[RunOptions]) -> type[RunOptions]:
+    """Return a dataclass with all of their fields and checks."""
+    return dataclass(type(options.__name__, (*groups, options), {"__module__": __name__})) if groups else options
+
+
+_join_options: Callable[..., type[RunOptions]] = cache(_join)
 
 
 @cache

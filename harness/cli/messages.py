@@ -2,25 +2,22 @@
 
 import difflib
 import errno
-import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from apprentice.errors import BadInput
+from harness.ranks import is_first_of_machine
 from harness.start import is_unread
-
-if TYPE_CHECKING:
-    from harness.cli.parser import Parser
 
 FULL, KEPT = "no space left on the disk", "what was finished is kept"
 WORDS = {
@@ -32,13 +29,30 @@ WORKER = re.compile(r"DataLoader worker (\(pid\D*\d+\) )?(is killed by signal: \
 # What torch says where memory ends, and how much torch and numpy wanted.
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC")
 ALLOCATION = re.compile(r"allocate (memory: you tried to allocate )?(\d[\d.,]* \w+)")
+# What many programs call an option, and the last words of its name here.
+USUAL = {
+    "amp": "precision", "bs": "batch_size", "device": "accelerator devices", "epochs": "max_epochs", "gpus": "devices",
+    "learning_rate": "lr", "output_dir": "out", "seed": "seeds", "wd": "weight_decay", "workers": "num_workers",
+}  # fmt: skip
+OF_TEACHER = "teacher_"  # how flags of the teacher's own training begin
 GOES_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
-# In which torchrun, Open MPI, SLURM and MPICH say which rank of its machine a process is.
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID")
+ARGUMENT = re.compile(
+    r"(?<!`)`([a-z]\w*(?:\.[\w-]+)*)( [^`]+)?`(?!`)"
+)  # in a text of the layers below, with or without a value
+
+
+class FindsFlags(Protocol):
+    """What a parser knows of flags after it has parsed a command line."""
+
+    def flag_of(self, argument: str) -> str | None:
+        """Find the flag of an argument that an object refused."""
+
+    def is_flag(self, name: str) -> bool:
+        """Return whether the command line has this flag, or flags that begin like it."""
 
 
 @contextmanager
-def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
+def one_line_errors(parser: FindsFlags | None = None) -> Iterator[None]:
     """Turn bad input, what the Trainer or the disk refuses, and lost ranks into one line on stderr and exit code 2."""
     try:
         yield
@@ -46,14 +60,13 @@ def one_line_errors(parser: "Parser | None" = None) -> Iterator[None]:
         line = None if is_unread(error) else one_line(error, parser)
         if line is None:
             raise
-        local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")
         # Each machine's first rank says what all find wrong; who has not come, any of the others.
-        if local_rank == "0" or not isinstance(error, BadInput) or isinstance(error, OSError):
+        if is_first_of_machine() or not isinstance(error, BadInput) or isinstance(error, OSError):
             sys.stderr.write(f"error: {' '.join(line.split())}\n")
         raise SystemExit(2) from None
 
 
-def one_line(error: BaseException, parser: "Parser | None" = None, process: str = "this process") -> str | None:
+def one_line(error: BaseException, parser: FindsFlags | None = None, process: str = "this process") -> str | None:
     """Return the message of an error that users can do something about, a rank's too; `parser` finds whole flags."""
     if isinstance(error, ProcessRaisedException):
         # An error that could not be sent, for want of memory or disk, is known by torch's text alone.
@@ -63,9 +76,11 @@ def one_line(error: BaseException, parser: "Parser | None" = None, process: str 
         return f"{lost}; {GOES_ON}"
     if isinstance(error, BadInput):
         flag = parser.flag_of(error.argument) if parser else error.argument
-        return str(error) if flag is None else with_flag(BadInput(flag, error.value, error.expected))
+        line = str(error) if flag is None else with_flag(BadInput(flag, error.value, error.expected))
+        return as_flags(line, parser) if parser else line
     if isinstance(error, OSError) or "inline_container" in str(error):
-        return _of_files(error)
+        line = _of_files(error)
+        return as_flags(line, parser) if parser else line
     return f"--trainer: {error}" if isinstance(error, MisconfigurationException) else None
 
 
@@ -74,11 +89,22 @@ def with_flag(error: BadInput) -> str:
     return f"--{error}" if error.argument else str(error)
 
 
+def as_flags(text: str, parser: FindsFlags) -> str:
+    """Write arguments that a text has in backticks as flags: `data.pack false` becomes --data.pack false."""
+    return ARGUMENT.sub(lambda found: f"--{found[0][1:-1]}" if parser.is_flag(found[1]) else found[0], text)
+
+
+def argv_of(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags and their values as words of a command."""
+    return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+
+
 def _of_files(error: BaseException) -> str:
     if not isinstance(error, OSError):  # of torch.save
         return f"{FULL}, or it can't be written; {KEPT}"
     place = f": {error.filename}" if error.filename else ""
-    return f"{FULL}{place}; {KEPT}" if error.errno == errno.ENOSPC else f"{error.strerror or error}{place}"
+    what = FULL if error.errno == errno.ENOSPC else str(error.strerror or error)
+    return f"{what}{place}; {KEPT}" if error.errno in {errno.ENOSPC, errno.EIO} else f"{what}{place}"
 
 
 def _lost(error: BaseException, process: str) -> str | None:
@@ -104,6 +130,26 @@ def near(name: Any, names: Iterable[str]) -> str:
     return f"; near: {', '.join(matches)}" if matches else ""
 
 
+def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
+    """Return flags with this one's last word, or what that usually means, as the end of a message; else near ones."""
+    flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
+    word = name.rpartition(".")[2]
+    alike = difflib.get_close_matches(name, flags, 3, 0.6)
+    usual = difflib.get_close_matches(word, USUAL, 1, 0.85)  # which may be mistyped, too
+    meant = [*USUAL[usual[0]].split(), word] if usual else [word]
+    same = [other for last in meant for other in _ending(flags, last)]
+    close = difflib.get_close_matches(word, {other.rpartition(".")[2] for other in flags}, 3, 0.75)
+    matches = [*alike, *same] if "." in name else same or [x for last in close for x in _ending(flags, last)] or alike
+    listed = [prefix + flags[match] for match in [*dict.fromkeys(matches)][:3]]
+    return f"; near: {', '.join(listed)}" if listed else ""
+
+
+def _ending(flags: Iterable[str], word: str) -> list[str]:
+    """Return the flags whose last word this is, those of the teacher's training only where there is no other."""
+    ending = [flag for flag in flags if f".{flag}".endswith(f".{word}")]
+    return [flag for flag in ending if not (flag.startswith(OF_TEACHER) and flag.removeprefix(OF_TEACHER) in ending)]
+
+
 def words(hint: Any) -> str:
     """Describe values of this type to users."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -118,6 +164,8 @@ def words(hint: Any) -> str:
         return f"[{', '.join(words(argument) for argument in arguments)}]"
     if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         return f"a list, [...], each {words(arguments[0])}"
+    if origin in {type, Callable}:
+        hint = "the import path of a class"
     return ANYTHING if is_open(hint) else getattr(hint, "__name__", str(hint))
 
 

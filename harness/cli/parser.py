@@ -2,7 +2,8 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from apprentice.errors import BadInput
 from harness.cli import rows, training, usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.declarations import Declarations
+from harness.cli.messages import as_flags, near_flag
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FREE, NOTHING, check_same
+from harness.cli.resuming import CALL, FREE, NOTHING, check_same, earlier_values
 from harness.cli.signatures import options_of
-from harness.cli.sources import Layer, Setting, as_written, below, flat, layer, load, merge, read
+from harness.cli.sources import BARE, Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
 from harness.cli.yamls import read_value
 from strategies.ddp import DDP
 
+OF_A_CALL = frozenset({"config", *BARE})  # flags that a file can't hold
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 
 
@@ -30,6 +33,8 @@ class Parser(Declarations):
     def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
         super().__init__(prog, description, options)
         self._parsed: dict[str, Any] = {}
+        self._given: Layer = {}  # what the user set in files and flags
+        self._of_run: Layer = {}  # what the run that goes on has set
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Read the configuration: defaults, then YAML files in their order, then flags.
@@ -42,32 +47,33 @@ class Parser(Declarations):
             SystemExit: after `--help` and `--print_config`.
         """
         self._parsed = {}
+        self.extend_options({})
         put_working_directory_first()  # jsonargparse imports functions
         try:
             layers, bare = read(sys.argv[1:] if argv is None else argv)
         except BadInput as error:
             if error.value == NOTHING:  # perhaps there is no such flag
-                resolver = self._resolve(self._defaults)[0]
-                resolver.refuse_without_value(error.argument, self.name, self.entries, self.options.defaults)
+                self._refuse_without_value(error.argument)
             raise
         if "help" in bare:
             sys.stdout.write(self._help(layers, bare["help"]))
             raise SystemExit(0)
-        early = self._merge(layers)
-        with as_written(early):
-            options = Namespace(**{**self.options.defaults, **self._values(early)})  # checked together once merged
-        path = Path(options.out or "") / "config.yaml"
-        run = path if options.resume and options.out and path.exists() else None
-        start, *added = self._new_run(early) if run is None else [self._read_saved(run), *self._recipes_of(early)]
-        if run is not None:
-            added = [{flag: new for flag, new in settings.items() if flag not in start} for settings in added]
+        self._given = self._merge(layers)
+        with as_written(self._given):
+            options = {**self.options.defaults, **self._values(self._given)}  # checked together once merged
+        path = Path(options["out"] or "") / "config.yaml"
+        run = path if options["resume"] and options["out"] and path.exists() else None
+        self._of_run = {} if run is None else self._read_saved(run)
+        start, added = (self._of_run, self._recipes_of(options)) if run else self._new_run(options)
+        added = [{flag: new for flag, new in flags.items() if flag not in self._of_run} for flags in added]
         settings = self._merge([start, *added, *layers])
-        with as_written(settings):
+        with as_written(settings), _naming_place(options["out"] if options["resume"] and run is None else None):
+            saved = self._config(start) if run is not None else None
             config = self._config(settings)
             self._check(config)
-            if run is not None:
-                self._check_same(run.parent, self._config(start), config, added)
-            elif config.resume and all(self.on_resume(flag).change != "fixed" for flag in early):
+            if saved is not None:
+                self._check_same(path.parent, saved, config, added)
+            elif config.resume and all(self.on_resume(flag).change != "fixed" for flag in self._given):
                 none = "there is no config.yaml in it, and no setting for a new run"
                 raise BadInput("out", config.out, f"the folder of a run to go on with; {none}")
         if "print_config" in bare:
@@ -76,29 +82,42 @@ class Parser(Declarations):
         self._parsed = dict(flat(self.as_dict(config)))
         return config
 
-    def _new_run(self, early: Layer) -> list[Layer]:
-        """Return the defaults of a run with these settings of the user's, and those that its recipes add."""
+    def is_given(self, option: str) -> bool:
+        """Return whether the user, or the run that goes on, has set an option or a part of it: else we did."""
+        return any(flag == option or flag.startswith(f"{option}.") for flag in (*self._given, *self._of_run))
+
+    def refuse_others(self, flags: Collection[str], why: str) -> None:
+        """Raise BadInput for what the user set beside these flags, as it would be ignored, and say why."""
+        for flag, setting in self._given.items():
+            if flag not in flags:
+                raise BadInput(flag, setting.value, f"not allowed, as {why}")
+
+    def refuse_idle(self, why: str) -> None:
+        """Raise BadInput for what the user set that does nothing in this script, and say why."""
+        self.refuse_others(self._given.keys() - self.idle, why)
+
+    def _new_run(self, options: Mapping[str, Any]) -> tuple[Layer, list[Layer]]:
+        """Return the defaults of a run with what the user set, plain options among it, and what its recipes add."""
         experiment = {
-            option: Setting(value)
+            option: value
             for option, value, unless, choices in self._experiments
-            if option not in early and unless not in early and self._are_chosen(choices, early)
+            if self._given.keys().isdisjoint({option, *unless}) and self._are_chosen(choices)
         }
-        return [{**self._defaults, **experiment}, *self._recipes_of({**experiment, **early})]
+        defaults = {**self._defaults, **{option: Setting(value) for option, value in experiment.items()}}
+        return defaults, self._recipes_of({**options, **experiment})
 
-    def _are_chosen(self, choices: Mapping[str, str], settings: Layer) -> bool:
-        return all(
-            key in settings and self.classes[key].is_same(settings[key].value, name, {})
-            for key, name in choices.items()
-        )
+    def _are_chosen(self, choices: Mapping[str, str]) -> bool:
+        given = self._given
+        return all(key in given and self.classes[key].is_same(given[key].value, x, {}) for key, x in choices.items())
 
-    def _recipes_of(self, early: Layer) -> list[Layer]:
-        values = {**self.options.defaults, **self._values(early)}
+    def _recipes_of(self, options: Mapping[str, Any]) -> list[Layer]:
+        """Return what the values of plain options set."""
         return [
-            settings
-            for option, value, settings in self._recipes
-            if values[option] == value
-            or (isinstance(values[option], list) and value in values[option])
-            or (value is ... and values[option] is not None)
+            recipe(flags, f"--{option} {'N' if value is ... else value}")
+            for option, recipes in self._recipes
+            if options[option] is not None and options[option] is not False
+            for value, flags in recipes().items()
+            if value in (..., options[option]) or (isinstance(options[option], list) and value in options[option])
         ]
 
     def flag_of(self, argument: str) -> str | None:
@@ -106,7 +125,7 @@ class Parser(Declarations):
 
         An option of strategies is below theirs, though none is chosen. None: no flag or several are called so.
         """
-        if not self._parsed or argument.partition(".")[0] in {"", *self.entries, *self.options.hints}:
+        if not (self._parsed and argument) or self.is_flag(argument):
             return argument
         for flag in (f"{owner}.{argument}" for owner in ONLY_ONE):
             if flag in self._parsed:
@@ -115,6 +134,11 @@ class Parser(Declarations):
         if len(endings) == 1:
             return endings[0]
         return f"trainer.strategy.{argument}" if not endings and argument in options_of(DDP).hints else None
+
+    def is_flag(self, name: str) -> bool:
+        """Return whether the command line has this flag, or flags that begin like it."""
+        first = name.partition(".")[0]
+        return first in {*self.entries, *self.options.hints} or first in self._with(self.groups).hints
 
     def _classes_at(self, flag: str) -> Classes | None:
         """Return what a flag chooses from, if it chooses."""
@@ -146,12 +170,36 @@ class Parser(Declarations):
             setting = settings.pop(flag)
             is_default = setting is self._defaults.get(flag) or setting.source.startswith("--")  # or a recipe's
             if setting.value is not None and not is_default:
-                raise BadInput(flag, setting.value, f"it left out: --{instead} is beside it, which names the nets")
+                raise BadInput(flag, setting.value, f"not allowed with --{instead}, which names the nets")
 
     def _config(self, settings: Layer) -> Namespace:
         resolver, choices = self._resolve(settings)
-        resolver.check_complete(self.name, self.entries, self.options.hints)
+        for flag, setting in resolver.settings.items():
+            self._check_known(flag, setting.value, resolver)
+        resolver.raise_faults()
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
+
+    def _refuse_without_value(self, flag: str) -> None:
+        """Raise BadInput for a flag that has no value, and perhaps does not exist."""
+        resolver, plain = self._resolve(self._defaults)[0], self._with(self.groups).defaults
+        if flag not in {*OF_A_CALL, *plain}:
+            self._check_known(flag, NOTHING, resolver)
+        default = plain[flag] if flag in plain else resolver.flags.get(flag, ("", ""))[0]
+        raise BadInput(flag, NOTHING, "true or false" if isinstance(default, bool) else "a value")
+
+    def _check_known(self, flag: str, value: Any, resolver: Resolver) -> None:
+        """Raise BadInput, with near flags, for a flag that is no plain option and below none of the keys."""
+        if flag in OF_A_CALL:
+            raise BadInput(flag, value, "not allowed in a file")
+        if flag in self.options.hints or flag.partition(".")[0] in self.entries:
+            return
+        group = next((group for group in self.groups if flag in options_of(group.options).hints), None)
+        if group is None:
+            choices = [key for key in self.entries if key in self.classes or not below(key, resolver.flags)]
+            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *self._with(self.groups).hints, *resolver.flags], "--")
+            raise BadInput(flag, value, f"a flag of {self.name}{near_ones or '; --help all lists them'}")
+        if value is not None:  # as a run of other data has saved it
+            raise BadInput(flag, value, f"{group.kind}, not --{group.key} {resolver.settings[group.key].value}")
 
     def _values(self, settings: Layer) -> dict[str, Any]:
         return {name: self.options.check(name, settings[name].value) for name in self.options.hints if name in settings}
@@ -162,7 +210,8 @@ class Parser(Declarations):
         for key, entry in self.entries.items():
             classes = resolver.classes.get(key)
             if classes is not None and entry.fixed is not None:
-                classes = replace(classes, skip=classes.skip.union(entry.fixed(choices)))
+                given = frozenset(entry.fixed(choices))
+                classes = replace(classes, skip=classes.skip | given, given=given)
                 resolver.classes[key] = classes
             if entry.options is not None:
                 if key in settings:
@@ -176,13 +225,14 @@ class Parser(Declarations):
                 resolver.flags |= {f"{key}.{name}": (value, "") for name, value in choices[key].items()}
             elif entry.named:
                 choices[key] = resolver.named(classes, key)
-            elif instead := below(entry.unless, resolver.settings):
-                self._leave_out(key, resolver.settings, f"{entry.unless}.{next(iter(instead))}")
+            elif instead := below(entry.replaced_by, resolver.settings):
+                self._leave_out(key, resolver.settings, f"{entry.replaced_by}.{next(iter(instead))}")
                 choices[key] = None
             else:
-                if entry.like:
-                    resolver.copy_options(entry.like, key)
+                if entry.defaults_from:
+                    resolver.copy_options(entry.defaults_from, key)
                 choices[key] = resolver.one(classes, key, optional=self._defaults[key].value is None)
+        self.extend_options(choices)
         return resolver, choices
 
     def _check(self, config: Namespace) -> None:
@@ -210,7 +260,11 @@ class Parser(Declarations):
         if missing or not path.read_text("utf-8").endswith("\n"):
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"
             raise BadInput("out", path, f"all settings of the run; {what}")
-        return layer(saved, str(path))
+        # An option of an older version that was off changes nothing; any other is refused as an unknown flag.
+        known = {*self.entries, *self._with(self.groups).hints}
+        kept = {key: x for key, x in saved.items() if key in known or not (x is None or x is False)}
+        earlier = earlier_values(dict(flat(saved, lists=False)))
+        return layer(kept, str(path)) | layer(earlier)
 
     def _check_same(self, folder: Path, saved: Namespace, config: Namespace, added: Sequence[Layer]) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
@@ -249,7 +303,8 @@ class Parser(Declarations):
                 value |= {name: None for name in below(key, self._defaults) if "." not in name and name not in value}
             if value or not self._is_empty(key):
                 settings[key] = value["init_args"] if entry.options is not None else value
-        return settings | {name: self.options.plain(name, vars(config)[name]) for name in self.options.hints}
+        names = [name for name in self.options.hints if name in config]  # a saved run's data may be of another kind
+        return settings | {name: self.options.plain(name, vars(config)[name]) for name in names}
 
     def dump(self, config: Namespace, of_run: bool = False) -> str:
         """Write the configuration as YAML for `--config`; `of_run` leaves out options of a single call."""
@@ -263,10 +318,24 @@ class Parser(Declarations):
 
     def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
-            settings = self._merge([*self._new_run(self._merge(layers)), *layers])
+            self._given = self._merge(layers)
+            start, added = self._new_run({**self.options.defaults, **self._values(self._given)})
+            settings = self._merge([start, *added, *layers])
             resolver = self._resolve(settings)[0]
         except BadInput:
             settings = self._defaults
             resolver = self._resolve(settings)[0]
-        flags = {name: (settings[name].value, about) for name, about in self.options.help.items() if name in settings}
+        values = {**self.options.defaults, **{flag: setting.value for flag, setting in settings.items()}}
+        flags = {name: (values[name], as_flags(about, self)) for name, about in self.options.help.items()}
         return usage.text(self, {**flags, **resolver.flags}, topics, layers[-1])
+
+
+@contextmanager
+def _naming_place(out: str | None) -> Iterator[None]:
+    """Say of a fault that the folder `out`, unless None, has no run whose settings count: its name may be mistyped."""
+    try:
+        yield
+    except BadInput as fault:
+        if out is None or fault.argument == "out":
+            raise
+        raise BadInput(fault.argument, fault.value, f"{fault.expected}; {out} holds no run to go on with") from None

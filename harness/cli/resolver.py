@@ -8,14 +8,10 @@ from typing import Any, Union, get_args, get_origin
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes
 from harness.cli.messages import near, words
-from harness.cli.resuming import NOTHING
 from harness.cli.rows import RESERVED, is_reserved
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.cli.sources import BARE, Layer, Setting, below, layer
-from harness.cli.synonyms import near_flag
+from harness.cli.sources import Layer, Setting, below, layer
 from harness.cli.yamls import read_value
-
-OF_A_CALL = frozenset({"config", *BARE})  # which a file can't hold
 
 
 class Resolver:
@@ -117,6 +113,8 @@ class Resolver:
             self.flags |= {f"{flag}.{inner}": (None, "") for inner in below(flag, self.settings)}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
+                if others and others.given:
+                    expected += f", and these --data give it {' and '.join(sorted(others.given))} alone"
                 self._missing.append(BadInput(flag, "(nothing)", expected))
         return values
 
@@ -142,41 +140,10 @@ class Resolver:
             return value
         return mapping if value is Missing else {"class_path": value, "init_args": mapping}
 
-    def check_complete(self, prog: str, keys: Collection[str], plain: Collection[str]) -> None:
-        """Raise BadInput for the first flag that is below none of the keys nor `plain`, else for what was found."""
-        for flag, setting in self.settings.items():
-            self.check_known(flag, setting.value, prog, keys, plain)
-        self.raise_faults()
-
     def raise_faults(self) -> None:
         """Raise BadInput for the first option that is unknown or missing."""
         for error in [*self._unknown, *self._missing]:
             raise error
-
-    def refuse_without_value(self, flag: str, prog: str, keys: Collection[str], plain: Mapping[str, Any]) -> None:
-        """Raise BadInput for a flag that has no value, and perhaps does not exist; `plain` has defaults."""
-        if flag not in OF_A_CALL:
-            self.check_known(flag, NOTHING, prog, keys, plain)
-        default = plain[flag] if flag in plain else self.flags.get(flag, ("", ""))[0]
-        raise BadInput(flag, NOTHING, "true or false" if isinstance(default, bool) else "a value")
-
-    def check_known(self, flag: str, value: Any, prog: str, keys: Collection[str], plain: Collection[str]) -> None:
-        """Raise BadInput, with near flags, for a flag that is below none of the keys nor `plain`."""
-        if flag in OF_A_CALL:
-            raise BadInput(flag, value, "it on the command line alone")
-        if flag not in plain and flag.partition(".")[0] not in keys:
-            choices = [key for key in keys if key in self.classes or not below(key, self.flags)]
-            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *plain, *self.flags], "--", self._takes)
-            raise BadInput(flag, value, f"a flag of {prog}{near_ones or '; --help all lists them'}")
-
-    def _takes(self, key: str, name: str) -> bool:
-        """Return whether a flag may choose a class of this name, if it chooses classes."""
-        if key in self.classes and name[:1].isupper():
-            try:
-                self.classes[key].find(name, key)
-            except BadInput:
-                return False
-        return True
 
 
 def choose(value: Any, key: str, classes: Classes) -> Choice:

@@ -10,6 +10,8 @@ from apprentice.errors import BadInput
 NOTHING = "(nothing)"
 # Where data lie: a run that goes on knows its samples by their fingerprint.
 PLACES = ("data.root", "data.path")
+# What runs did before there was an option whose default is another, and what had to be set for it.
+EARLIER = {"data.labelled_by": ("data.labelled", "split")}
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,6 @@ class OnResume:
     change: Literal["call", "free", "grows", "fixed"] = "fixed"
     why: str = ""
 
-    @property
-    def metadata(self) -> Mapping[str, "OnResume"]:
-        """As a field of a dataclass has it: `field(default=3, metadata=GROWS.metadata)`."""
-        return {"on_resume": self}
-
 
 CALL, FREE, GROWS, FIXED = OnResume("call"), OnResume("free"), OnResume("grows"), OnResume("fixed")
 
@@ -35,6 +32,12 @@ CALL, FREE, GROWS, FIXED = OnResume("call"), OnResume("free"), OnResume("grows")
 def rules_of(options: type) -> dict[str, OnResume]:
     """Return what each option of a dataclass declares."""
     return {field.name: field.metadata.get("on_resume", FIXED) for field in fields(options)}
+
+
+def earlier_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, by flag, what a run did whose settings lack an option of today."""
+    lacking = ((flag, *then) for flag, then in EARLIER.items() if flag not in saved)
+    return {flag: value for flag, beside, value in lacking if saved.get(beside) is not None}
 
 
 def check_same(

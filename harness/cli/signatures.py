@@ -7,16 +7,17 @@ import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
 import yaml
+from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace
 
 from apprentice.errors import BadInput
 from harness.cli import yamls
-from harness.cli.messages import is_open, words
-from harness.cli.synonyms import near_flag
+from harness.cli.messages import is_open, near_flag, words
 
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 NUMBERS = "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63"
@@ -38,12 +39,15 @@ class Signature:
         self._parser = ArgumentParser(exit_on_error=False, add_help=False)
         add = self._parser.add_class_arguments if inspect.isclass(target) else self._parser.add_function_arguments
         add(target, skip={*skip}, as_group=False, fail_untyped=False)
-        self.hints, self.defaults, self.help = dict[str, Any](), dict[str, Any](), dict[str, str]()  # by name
+        self.hints, self.defaults = dict[str, Any](), dict[str, Any]()  # by name
+        self.help: dict[str, str] = {}
+        about = _field_docs(target)
         names = set(self._parser.get_defaults().keys())
         for name, action in ((action.dest, action) for action in self._parser._actions if action.dest in names):
             if hasattr(action, "_typehint"):
                 action._typehint = _int_first((types or {}).get(name, action._typehint))
-            self.hints[name], self.help[name] = getattr(action, "_typehint", action.type), action.help or ""
+            self.hints[name] = getattr(action, "_typehint", action.type)
+            self.help[name] = about.get(name) or action.help or ""
             needed = action.required or (name in parameters and parameters[name].default is Missing)
             self.defaults[name] = Missing if needed else action.default
             action.required = False
@@ -79,7 +83,8 @@ class Signature:
             return self._instead[name]
         other = getattr(self.target, "replaces", None)  # Lightning's class, whose short name ours has
         if other is not None and name in options_of(other, self._skip).hints:
-            return f"it left out: only Lightning's class has it, --trainer.strategy {other.__module__}.{other.__name__}"
+            lightnings = f"--trainer.strategy {other.__module__}.{other.__name__}"
+            return f"not allowed with {self.target.__name__}; Lightning's class has it, {lightnings}"
         hint = near_flag(name, self.hints) or f": {', '.join(self.hints) or 'it has none'}"
         return f"an option of {self.target.__name__}{hint}"
 
@@ -96,6 +101,13 @@ class Signature:
     def instances(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Instantiate the classes among the values, and replace names of functions by the functions."""
         return dict(self._parser.instantiate(Namespace(dict(values))).items(branches=True, nested=False))
+
+
+def _field_docs(target: Any) -> dict[str, str]:
+    """Return what a dataclass and its bases say of each field: in docstrings below the fields, or in their own."""
+    bases = [base for base in reversed(getattr(target, "__mro__", ())) if is_dataclass(base)]
+    parsed = [param for base in bases for param in parse_from_object(base).params]
+    return {param.arg_name: param.description or "" for param in parsed}
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
     value: Any
     source: str = ""
-    of_any_class: bool = False  # an option that counts where another class is chosen, too
+    survives_class_change: bool = False  # an option that counts where another class is chosen, too
 
 
 Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
@@ -111,7 +111,10 @@ def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
 def recipe(flags: Mapping[str, Any], source: str) -> Layer:
     """Return a layer whose options are of any class where it does not choose the class."""
     settings = layer(flags, source)
-    return {flag: new._replace(of_any_class=flag.rpartition(".")[0] not in settings) for flag, new in settings.items()}
+    return {
+        flag: new._replace(survives_class_change=flag.rpartition(".")[0] not in settings)
+        for flag, new in settings.items()
+    }
 
 
 def flat(value: Any, key: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
@@ -153,7 +156,7 @@ def merge(layers: Sequence[Layer], is_same: Callable[[str, Any, Any, Layer], boo
                 merged = {other: kept for other, kept in merged.items() if other not in dropped}
                 merged |= {other: kept for other, kept in lasting.items() if other in dropped}
         merged |= settings
-        lasting |= {flag: setting for flag, setting in settings.items() if setting.of_any_class}
+        lasting |= {flag: setting for flag, setting in settings.items() if setting.survives_class_change}
     return merged
 
 

@@ -3,13 +3,12 @@
 import math
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, callbacks, loggers, strategies
@@ -26,19 +25,19 @@ from lit_modules.schedules import CosineWarmup, MakeScheduler, build_scheduler, 
 from strategies import NAMES
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
-    "barebones": "it left out: a run has curves and checkpoints; --trainer.logger false writes fewer files",
+    "barebones": "not allowed, as a run has curves and checkpoints; --trainer.logger false writes fewer files",
     "default_root_dir": "--out FOLDER in its place",
-    "enable_autolog_hparams": "it left out: loggers always have the hyperparameters",
-    "enable_checkpointing": "it left out: a run keeps its own checkpoints; --checkpoint_every SECONDS says how often",
+    "enable_autolog_hparams": "not allowed, as loggers always have the hyperparameters",
+    "enable_checkpointing": "not allowed, as a run keeps its own checkpoints; --checkpoint_every SECONDS says when",
     "fast_dev_run": "--trainer.max_epochs 1 --trainer.limit_train_batches 1, and 1 for limit_val_batches and "
     "limit_test_batches, in its place: it would leave no table",
-    "inference_mode": "it left out: nets are always tested in inference mode",
+    "inference_mode": "not allowed, as nets are always tested in inference mode",
     "limit_predict_batches": "--trainer.limit_test_batches, whose predictions the run keeps",
-    "model_registry": "it left out: a run writes into --out FOLDER alone",
+    "model_registry": "not allowed, as a run writes into --out FOLDER alone",
     "overfit_batches": "--data.train_size N in its place: the same N samples in each epoch",
-    "reload_dataloaders_every_n_epochs": "it left out: one loader serves all epochs, each in its own order",
-    "sync_batchnorm": "it left out: BatchNorm has the global batch's statistics anyway, a shard's with --exact",
-    "use_distributed_sampler": "it left out: the data module deals samples to ranks",
+    "reload_dataloaders_every_n_epochs": "not allowed, as one loader serves all epochs, each in its own order",
+    "sync_batchnorm": "not allowed, as BatchNorm has the global batch's statistics anyway, a shard's with --exact",
+    "use_distributed_sampler": "not allowed, as the data module deals samples to ranks",
 }
 # Arguments of strategies that the Trainer passes, that are objects, or that have a flag of their own.
 NOT_OPTIONS = frozenset({
@@ -88,6 +87,9 @@ class Strategies(Classes):
     def by_name(self) -> dict[str, type]:
         """`auto`, and the project's short names, each with the base: a class is imported when it is chosen."""
         return dict.fromkeys(["auto", *self.names], Strategy)
+
+    def get(self, name: str) -> type | None:
+        return self.by_name.get(name)
 
     def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
         """Return the class of this name and the options that the name sets; Lightning's names as they are."""
@@ -143,54 +145,39 @@ def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
 
 
 def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs: int) -> None:
-    """Take steps, and a few epochs' changes of the rate, on a dummy net; BadInput if that fails or is not finite.
+    """Make a dummy net's optimizer, and a few epochs' changes of its rate; BadInput if that fails or is not finite.
 
     The flags are those of the optimizer and the scheduler.
     """
     optimizer, scheduler = vars(config)[steps_flag], vars(config)[rates_flag]
-    if optimizer.init_args.get("lr") == 0 and scheduler is None:
+    if optimizer.init_args.get("lr") == 0:
         raise BadInput(f"{steps_flag}.lr", 0, "a number above 0; with this one nothing is trained")
+    _refuse_infinite(optimizer, steps_flag, "options with which a step gives finite weights")
     net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
-    for parameter in net.parameters():
-        parameter.grad = torch.ones_like(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, steps_flag), _gpus_unseen():
+        with refusals(optimizer, steps_flag):
             steps = factory(optimizer, steps_flag)(net.parameters())
-            if not optimizer.init_args.get("capturable"):  # those step on GPUs only
-                steps.step()
-                steps.step()  # momentum counts from here on
-        if not all(p.isfinite().all() for p in net.parameters()):
-            _refuse_infinite(optimizer, steps_flag, "options with which a step gives finite weights")
-        if scheduler is not None:
-            with refusals(scheduler, rates_flag):
-                rates, _ = build_scheduler(scheduler_factory(scheduler, rates_flag), steps, nominal(max(epochs, 1)))
-                lrs = [*rates.get_last_lr()]
-                for _ in range(min(epochs, TRIED_EPOCHS)):
-                    rates.step()
-                    lrs += rates.get_last_lr()
-            lowest = -1e-6 * max(lrs)  # rounding
-            if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
-                _refuse_infinite(scheduler, rates_flag, "options that give finite learning rates, 0 or more")
+        if scheduler is None:
+            return
+        with refusals(scheduler, rates_flag):
+            rates, _ = build_scheduler(scheduler_factory(scheduler, rates_flag), steps, nominal(max(epochs, 1)))
+            lrs = [*rates.get_last_lr()]
+            for _ in range(min(epochs, TRIED_EPOCHS)):
+                rates.step()
+                lrs += rates.get_last_lr()
+    lowest = -1e-6 * max(lrs)  # rounding
+    if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
+        expected = "options that give finite learning rates, 0 or more"
+        _refuse_infinite(scheduler, rates_flag, expected)
+        raise BadInput(rates_flag, scheduler.name, expected)
 
 
-@contextmanager
-def _gpus_unseen() -> Iterator[None]:
-    """Let optimizers see no GPU: a step asks whether it is captured in a graph, and after that no fork can use CUDA."""
-    is_available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = is_available
-
-
-def _refuse_infinite(choice: Choice, key: str, expected: str) -> NoReturn:
-    """Raise BadInput for an infinite option, or for the class if there is none."""
+def _refuse_infinite(choice: Choice, key: str, expected: str) -> None:
+    """Raise BadInput for an option that the user has set to infinity."""
     for name, value in choice.init_args.items():
-        if isinstance(value, float) and math.isinf(value):
+        if isinstance(value, float) and math.isinf(value) and value != choice.signature.defaults.get(name):
             raise BadInput(f"{key}.{name}", value, expected)
-    raise BadInput(key, choice.name, expected)
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:

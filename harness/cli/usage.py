@@ -6,17 +6,15 @@ import textwrap
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from apprentice.errors import BadInput
+from harness.cli.declarations import Declarations
 from harness.cli.messages import near
 from harness.cli.signatures import Missing
 from harness.start import called_as
-
-if TYPE_CHECKING:
-    from harness.cli.parser import Parser
 
 WIDTH, COLUMN = 118, 36
 SCREEN, SCREEN_COLUMN = 80, 28  # of the common flags, of which each has two lines at most
@@ -31,26 +29,24 @@ PLACES = {bool: "true", int: "N", float: "NUMBER", str: "TEXT"}  # in place of n
 Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
-def text(parser: "Parser", flags: Flags, topics: Iterable[str] = (), given: Iterable[str] = ()) -> str:
+def text(parser: Declarations, flags: Flags, topics: Iterable[str] = (), given: Iterable[str] = ()) -> str:
     """Return the help.
 
     Args:
         parser: whose help it is.
-        flags: all flags below the parser's keys, with their values.
+        flags: all flags, with their values.
         topics: what is asked for: keys, such as `data`, or `all`; when empty, the classes that are chosen.
         given: flags of the command line, which choose classes.
 
     Raises:
         BadInput: there is no such key.
     """
-    options = parser.options
-    plain = {name: (options.defaults[name], about) for name, about in options.help.items()}
-    acting = {flag: entry for flag, entry in {**plain, **flags}.items() if flag not in parser.idle}
+    acting = {flag: entry for flag, entry in flags.items() if flag not in parser.idle}
     titles = {"": f"flags of {parser.name}", **_titles(parser, flags)}
     groups: dict[str, dict[str, tuple[Any, str]]] = {key: {} for key in titles}
     groups[""] |= BARE
-    for flag, entry in acting.items():
-        groups[_owner(flag, titles)][flag] = entry
+    for flag, entry in sorted(acting.items(), key=lambda entry: entry[0] in parser.brought_by):  # these last
+        groups[parser.brought_by.get(flag) or _owner(flag, titles)][flag] = entry
     listed = {*topics} or {_owner(flag, titles) for flag in given} - {""}
     if unknown := sorted(listed - titles.keys() - {ALL}):
         expected = f"{ALL}, or of {', '.join(filter(None, titles))}{near(unknown[0], titles)}"
@@ -61,7 +57,7 @@ def text(parser: "Parser", flags: Flags, topics: Iterable[str] = (), given: Iter
     return _page(parser, {titles[key]: _described(groups[key]) for key in keys}, WIDTH, COLUMN)
 
 
-def _page(parser: "Parser", groups: Mapping[str, Mapping[str, tuple[str, str]]], width: int, column: int) -> str:
+def _page(parser: Declarations, groups: Mapping[str, Mapping[str, tuple[str, str]]], width: int, column: int) -> str:
     """Set titles and their flags, each with its value and description."""
     usage = f"{called_as(parser.prog)} [--FLAG VALUE ...] [--help [all]]"
     shape = partial(argparse.RawDescriptionHelpFormatter, max_help_position=column, width=width)
@@ -78,7 +74,7 @@ def _described(members: Flags) -> dict[str, tuple[str, str]]:
     return {flag: (_as_text(value), _first_sentence(about)) for flag, (value, about) in members.items()}
 
 
-def _common(parser: "Parser", acting: Flags) -> dict[str, tuple[str, str]]:
+def _common(parser: Declarations, acting: Flags) -> dict[str, tuple[str, str]]:
     """Return what the script's options declare as common or, where they declare nothing, all its own flags."""
     options, rows = parser.options, dict[str, tuple[str, str]]()
     for flag in options.target.common or [*options.hints, *parser.entries, *USUAL]:
@@ -96,6 +92,7 @@ def _common(parser: "Parser", acting: Flags) -> dict[str, tuple[str, str]]:
             rows[flag] = default, " ".join(lines)
     key = next(iter(parser.classes), None)
     more = f"; --help {key} or --{key} CLASS --help: those of the {key} or class" if key in parser.entries else ""
+    more += "".join(f"; {group.kind} add some" for group in parser.groups)
     return {**rows, **BARE, "help": ("", BARE["help"][1] + more)}
 
 
@@ -110,7 +107,7 @@ def _owner(flag: str, keys: Collection[str]) -> str:
     return max((key for key in keys if f"{flag}.".startswith(f"{key}.") or not key), key=len)
 
 
-def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
+def _titles(parser: Declarations, flags: Flags) -> dict[str, str]:
     """Return what the help says of each key, and of options of the Trainer that choose classes."""
     titles = {}
     for key, entry in parser.entries.items():
@@ -119,8 +116,8 @@ def _titles(parser: "Parser", flags: Flags) -> dict[str, str]:
         elif key not in parser.classes:
             titles[key] = f"{key}: {entry.about}"
         for flag, classes in parser.classes.items():
-            if flag == key and entry.like:
-                titles[flag] = f"{flag}: as --{entry.like}, unless it is set"
+            if flag == key and entry.defaults_from:
+                titles[flag] = f"{flag}: as --{entry.defaults_from}, unless it is set"
             elif flag == key or (flag.startswith(f"{key}.") and flags[flag][0] is not None):
                 any_name = "any name with one of " if entry.named else ""
                 titles[flag] = f"{flag}: {any_name}{', '.join(classes.by_name)}, or the import path of a class"

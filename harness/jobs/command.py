@@ -1,15 +1,14 @@
 """The command of a job, which any machine can run: plain Python, as engines send it there."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+
+from apprentice.children import following
 
 # Variables by which launchers and engines tell a process its rank: a job starts ranks of its own.
 PREFIXES = ("MPI_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
@@ -17,7 +16,6 @@ NAMES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT",
 })  # fmt: skip
-SET_PARENTS_END = 1  # prctl's PR_SET_PDEATHSIG
 SAVING = 60.0  # seconds for a job that is stopped to save
 
 
@@ -32,7 +30,7 @@ class Command:
 
     def start(self, **variables: str) -> "subprocess.Popen[bytes]":
         """Start the process, in a session of its own; with its parent it is told to stop, on Linux."""
-        kept = {name: value for name, value in os.environ.items() if name not in NAMES and not _is_launchers(name)}
+        kept = {name: value for name, value in os.environ.items() if not is_launchers(name)}
         with open(self.log, "ab") as log:  # noqa: PTH123 - a place on the machine that runs it
             return subprocess.Popen(
                 self.words, cwd=self.folder, env={**kept, **self.variables, **variables}, stdin=subprocess.DEVNULL,
@@ -57,22 +55,20 @@ class Command:
         return DelayedSubmission(self)
 
 
-def _is_launchers(name: str) -> bool:
-    return name.startswith(PREFIXES)
+def is_launchers(name: str) -> bool:
+    """Return whether a launcher or an engine tells a process by this variable which rank it is."""
+    return name in NAMES or name.startswith(PREFIXES)
 
 
-def _prepare() -> Any:
+def _prepare() -> Callable[[], None]:
     """Return what the child does before its program starts.
 
     It ignores SIGUSR2, which SLURM sends to all processes of a job and submitit answers.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    return partial(_follow, library, os.getpid())
+    follow = following(signal.SIGTERM)
 
+    def prepare() -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        follow()
 
-def _follow(library: Any, parent: int) -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if library is not None:
-        library.prctl(SET_PARENTS_END, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGTERM)
+    return prepare

@@ -4,19 +4,24 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from datamodules.streams import cores
-from harness.jobs.base import Launcher, Needs, Outcome, Start
+from harness.jobs.base import Engine, Needs, Outcome, Running, Start
 from harness.jobs.command import Command
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Local(Launcher):
-    """Processes on this machine, as many as it has cores for; on GPUs, each job has some for itself."""
+class Local(Engine):
+    """Processes on this machine, as many as it has cores for; on GPUs, each job has some for itself.
+
+    They are no jobs of submitit's LocalExecutor: those go on if the process that started them is killed, and have one
+    second to save when they are cancelled.
+    """
 
     def limit(self, needs: Needs) -> int:
         return self.jobs or max(1, len(_list_gpus()) // needs.gpus if needs.gpus else cores() // needs.cores)
@@ -27,28 +32,21 @@ class Local(Launcher):
         places = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
         users: dict[str, list[subprocess.Popen[bytes]]] = {place: [] for place in places}
 
-        def start(_: str, command: Command) -> Process:
+        def start(_: str, command: Command) -> Running:
             if not users:
-                return Process(command.start())
-            place = min(users, key=lambda place: sum(process.poll() is None for process in users[place]))
-            users[place].append(command.start(**{VISIBLE: place}))
-            return Process(users[place][-1])
+                process = command.start()
+            else:
+                place = min(users, key=lambda place: sum(process.poll() is None for process in users[place]))
+                process = command.start(**{VISIBLE: place})
+                users[place].append(process)
+            return Running(partial(_poll, process), process.terminate)
 
         yield start
 
 
-class Process:
-    """A child of this process."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.process = process
-
-    def poll(self) -> Outcome | None:
-        code = self.process.poll()
-        return None if code is None else Outcome(code)
-
-    def cancel(self) -> None:
-        self.process.terminate()
+def _poll(process: "subprocess.Popen[bytes]") -> Outcome | None:
+    code = process.poll()
+    return None if code is None else Outcome(code)
 
 
 def _list_gpus() -> list[str]:

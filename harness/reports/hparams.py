@@ -13,7 +13,7 @@ from harness.reports.measures import FIGURES
 from harness.runs.nets import Spec
 from harness.runs.plans import Arm
 from harness.runs.session import Session
-from harness.runs.tensorboard import open_writer
+from harness.runs.tensorboard import COSTS, open_writer
 from lit_modules.tasks import TASKS
 
 # TensorBoard ticks the first five settings, by name, of those that are said to differ. So the score is a setting too,
@@ -22,7 +22,7 @@ SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values(
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss",
-    **{f"cost/{figure.key}": figure.curve for figure in FIGURES if figure.curve},
+    **{f"{COSTS}/{figure.key}": figure.curve for figure in FIGURES if figure.curve},
 }
 ALWAYS = ("lr", "batch_size")  # written even where they are the default
 
@@ -88,7 +88,7 @@ def log_run(
         for figure in FIGURES:
             value = figures.get(figure.key)
             if figure.curve and value is not None:
-                writer.add_scalar(f"cost/{figure.key}", value)
+                writer.add_scalar(f"{COSTS}/{figure.key}", value)
         for summary in summaries(row, score, others):
             writer._get_file_writer().add_summary(summary)
 

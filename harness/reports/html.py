@@ -1,16 +1,11 @@
 """Pages of one HTML file, which open from disk and ask for nothing from a network."""
 
 import base64
-import gzip
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# In Bokeh's script: MathJax, Google's maps and a font of icons, which it would load for plots that we don't draw, and
-# the link of a logo, which ours have not.
-NETWORK = re.compile(r"((?:src|href|_url)[=:])([\"`'])https://")
 WIDE = 800  # pixels of a picture that a phone shows part of
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]*)" ?/?>')
 
@@ -20,7 +15,7 @@ class Section(NamedTuple):
 
     title: str
     text: str = ""  # Markdown
-    plots: Sequence[Any] = ()  # of Bokeh
+    plots: Sequence[str] = ()  # HTML: SVGs, which answer the mouse, or tables of coloured cells
     pictures: Sequence[bytes] = ()  # PNGs
 
 
@@ -32,7 +27,7 @@ def repeat_section(commands: Sequence[str]) -> list[Section]:
 def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Section] = ()) -> str:
     """Return the HTML of a Markdown page, whose pictures are these PNGs by file name, and of sections below it.
 
-    The heads of tables are buttons that sort them. Plots are as wide as the window has room for.
+    The heads of tables are buttons that sort them.
     """
     from jinja2 import Environment
 
@@ -44,20 +39,7 @@ def page(markdown: str, pictures: Mapping[str, bytes], sections: Sequence[Sectio
     text = PICTURE.sub(
         lambda match: _img(pictures[match[2]], match[1]) if match[2] in pictures else match[1], _html(markdown)
     )
-    plots = [plot for section in sections for plot in section.plots]
-    return frame.render(title=markdown.partition("\n")[0].lstrip("# "), text=text, sections=parts, plots=_pack(plots))
-
-
-def _pack(plots: Sequence[Any]) -> str:
-    """Return Bokeh's script and a call `draw` of these plots, compressed to a third, in base64; empty for none."""
-    if not plots:
-        return ""
-    from bokeh.embed import json_item
-    from bokeh.resources import Resources
-
-    script = NETWORK.sub(r"\1\2data:,", "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
-    items = json.dumps([json_item(plot) for plot in plots])
-    return base64.b64encode(gzip.compress(f"{script};\ndraw({items})".encode(), mtime=0)).decode()
+    return frame.render(title=markdown.partition("\n")[0].lstrip("# "), text=text, sections=parts)
 
 
 def _html(markdown: str) -> str:

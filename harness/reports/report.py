@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.reports import html
-from harness.reports.tables import NONE, Table, paragraph, words
+from harness.reports.settings import settings
+from harness.reports.tables import NONE, Table, count, paragraph, words
 from harness.runs.files import write_bytes, write_text
+from harness.runs.records import Header
+from lit_modules.tasks import Metric
 
 MIB = 2**20
 
@@ -63,3 +66,27 @@ def machine(results: Mapping[str, Any]) -> dict[str, str]:
     lines = {name: words(results[name.lower()]) for name in ("Hardware", "Versions")}
     commits = [commit or "unknown" for commit in results.get("commits", ())]
     return lines | ({"Commit": ", then ".join(commits)} if commits else {})
+
+
+def head(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
+    """Write the head of results.md: what was run, on what."""
+    return f"{title(run)}\n\n{listing(run, metric, pooled)}"
+
+
+def title(run: Header) -> str:
+    """Write the heading of a page."""
+    return f"# {run.experiment} on {run.data['name']}"
+
+
+def listing(run: Header, metric: Metric, pooled: Sequence[str] = ()) -> str:
+    """List the data, the seeds, the settings and the machine of a run."""
+    data = run.data
+    sizes = [f"{count(data[part])} {part}" for part in ("train", "validation", "test") if data.get(part) is not None]
+    lines = {
+        "Data": f"{data['name']}: {', '.join(sizes)} {metric.counted}",
+        "Seeds": ", ".join(map(str, run.seeds)),
+        "Pooled from": ", ".join(pooled),
+        "Settings": "; ".join(settings(run.config, run.free)),
+        **machine(vars(run)),
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items() if value)

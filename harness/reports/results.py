@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from apprentice.errors import BadInput
+from harness.cli.messages import argv_of
 from harness.reports.measures import FIGURES
+from harness.reports.search import Search
 from harness.reports.uncertainty import Interval, paired_differences
 from harness.runs.records import Failure, Header, check_figures, check_format, reading
 from lit_modules.tasks import METRICS, Metric, metric_of
@@ -20,69 +22,6 @@ SAMPLED = ("test_labels", "test_places", "test_weights")  # values of samples th
 Scores = Sequence[float | None]  # one a seed; None where the net failed
 Epochs = list[dict[str, float | None]]  # what a net logged of each epoch
 Packed = str | list[float]  # values of single test samples
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a method: its options, the validation of each seed, and the epochs that it was trained for."""
-
-    options: Mapping[str, Any]
-    validation: Sequence[float | None]
-    epochs: int
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The settings of a method, the given one first, and the number of the chosen one."""
-
-    settings: Sequence[Setting]
-    chosen: int
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a search took: epochs of each method's students and of the teachers, samples that teachers computed, times.
-
-    `teacher_samples_alone` is what they would have computed for each setting by itself. Of packed texts, both count
-    rows; a set's sizes count texts.
-    """
-
-    student_epochs: Mapping[str, int]
-    teacher_samples: int
-    teacher_samples_alone: int
-    fit_seconds: float
-    teacher_epochs: int
-    teacher_fit_seconds: float
-
-    def __add__(self, other: "Cost") -> "Cost":
-        mine, theirs = vars(self), vars(other)
-        epochs = {name: count + other.student_epochs[name] for name, count in self.student_epochs.items()}
-        sums = {name: mine[name] + theirs[name] for name in mine if name != "student_epochs"}
-        return Cost(student_epochs=epochs, **sums)
-
-
-@dataclass(frozen=True)
-class Search:
-    """A search: each method's settings, its cost, and the epochs after which settings were compared."""
-
-    methods: Mapping[str, Tuned]
-    cost: Cost
-    rungs: Sequence[int]
-
-    @classmethod
-    def read(cls, facts: Mapping[str, Any]) -> Self | None:
-        """Read what `to_json` wrote into results.json; None if it has no search."""
-        if "tuning" not in facts:
-            return None
-        methods = {
-            name: Tuned([Setting(**setting) for setting in tuned["settings"]], tuned["chosen"])
-            for name, tuned in facts["tuning"].items()
-        }
-        return cls(methods, Cost(**facts["tuning_cost"]), facts["tuning_rungs"])
-
-    def to_json(self) -> dict[str, Any]:
-        methods = {name: asdict(tuned) for name, tuned in self.methods.items()}
-        return {"tuning": methods, "tuning_cost": asdict(self.cost), "tuning_rungs": self.rungs}
 
 
 @dataclass(kw_only=True)
@@ -120,7 +59,9 @@ class NetResults:
 
     def with_means(self) -> dict[str, float | None]:
         """Return its figures, with the means of those that it has of each seed."""
-        means = {figure.key: figure.combined(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed}
+        means = {
+            figure.key: figure.combine_known(self.scores.get(figure.key, ())) for figure in FIGURES if figure.per_seed
+        }
         return {**self.figures, **means}
 
 
@@ -211,7 +152,7 @@ class Results(Header):
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
         named = {name: value for name, value in facts.items() if name in cls.__dataclass_fields__}
-        named |= {name: facts[name] for name in (*Header.__dataclass_fields__, "students_fit_seconds", "classes")}
+        named |= cls.header_of(facts) | {name: facts[name] for name in ("students_fit_seconds", "classes")}
         students = {name: StudentResults.read(student) for name, student in facts["students"].items()}
         parts: dict[str, Any] = {
             "metric": metric_of(facts["metric"]),
@@ -272,7 +213,8 @@ def _why_missing(folder: Path) -> str:
     if not folder.is_dir():
         return "; this is a file" if folder.exists() else "; there is no such folder"
     if (folder / "config.yaml").exists():
-        return f"; this run is unfinished, go on with it by `--out {folder} --resume true`"
+        command = " ".join(argv_of({"out": folder, "resume": "true"}))
+        return f"; this run is unfinished, go on with it by `{command}`"
     inner = sorted(path.parent for path in folder.glob("*/results.json"))
     hint = f"; did you mean {', '.join(map(str, inner[:3]))}{', …' if len(inner) > 3 else ''}?" if inner else ""
     return f"; there is no results.json in it{hint}"

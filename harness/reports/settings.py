@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from harness.reports.results import Results
-
 # These come first; the others follow in the order of the configuration.
 FIRST = (
     *("data", "teacher", "teacher_ckpt", "student", "optimizer", "scheduler", "net", "model"),
@@ -47,18 +45,3 @@ def write_value(value: Any) -> str:
     options = value.get("init_args") or {} if "class_path" in value else value
     arguments = ", ".join(f"{name}={write_value(option)}" for name, option in options.items() if not is_off(option))
     return str(value.get("class_path", "")).rpartition(".")[2] + (f"({arguments})" if arguments else "")
-
-
-def objectives(results: Results) -> dict[str, str]:
-    """Say what each student learnt by, with all options; if it was tuned, those that were chosen."""
-    variants = results.config.get("variants") or {}
-    choices = {name: variants.get(student.variant or name) for name, student in results.students.items()}
-    texts = {name: write_value(choices[name] or student.objective) for name, student in results.students.items()}
-    for name, tuned in (results.search.methods if results.search else {}).items():
-        chosen = tuned.settings[tuned.chosen].options
-        of_optimizer = {option: value for option, value in chosen.items() if "." in option}
-        of_method = {option: value for option, value in chosen.items() if option not in of_optimizer}
-        choice = choices[name] or {"init_args": {}}
-        text = write_value({**choice, "init_args": {**choice["init_args"], **of_method}})
-        texts[name] = text + "".join(f", {option} {value}" for option, value in of_optimizer.items())
-    return texts

@@ -1,1 +1,1 @@
-"""The life of a run: its folder, fit and test with resume, signals, launchers, TensorBoard, exported nets."""
+"""The life of a run: its folder, fit and test with resume, signals, launchers, TensorBoard, saved nets."""

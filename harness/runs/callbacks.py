@@ -14,8 +14,10 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from harness.runs.quiet import notice
 from harness.runs.session import Session
-from lit_modules.learner import Learner
 from lit_modules.run_callbacks import check_monitor
+from lit_modules.training.loop import Loop
+from lit_modules.training.training_log import logged_names
+from strategies.base.private import callbacks_of
 
 MOST_NAMES = 8  # names in a message, for each stage
 ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinetuning: "backbone"}  # of the module
@@ -24,17 +26,17 @@ ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinet
 Monitor: TypeAlias = EarlyStopping | ModelCheckpoint
 
 
-def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner]) -> None:
+def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Loop]) -> None:
     """Raise BadInput if a callback would not find what it reads in any stage, each a fit of a module.
 
     Also if `val_check_interval` is too long.
     """
     every, batches = trainer.val_check_interval, run.data.train_batches(trainer)
     if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
-        expected = f"at most {batches}, the batches of an epoch; --trainer.check_val_every_n_epoch null counts on"
+        expected = f"at most {batches}, the batches of an epoch; `trainer.check_val_every_n_epoch null` counts on"
         raise BadInput("trainer.val_check_interval", every, expected)
     chosen = run.config.trainer.init_args["callbacks"]
-    for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+    for place, callback in enumerate(callbacks_of(trainer)):
         flag = f"trainer.callbacks.{place}" if isinstance(chosen, list) else "trainer.callbacks"
         needed = next((name for kind, name in ATTRIBUTES.items() if isinstance(callback, kind)), None)
         if needed is not None and not all(hasattr(module, needed) for module in stages.values()):
@@ -45,20 +47,19 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Learner
             _check_monitor(callback, f"{flag}.monitor", names)
 
 
-def check_monitors(run: Session, trainer: Trainer, module: Learner) -> None:
-    """Raise BadInput if `--best_epoch` or `--early_stopping` names no score, or no score that there will be."""
-    for flag in ("early_stopping", "student_seconds"):
-        value, learners = vars(run.config).get(flag), [name for name in module.runs if module.peers_of(name)]
-        if value is not None and learners:
-            expected = f"students that learn alone; {learners[0]} learns from {module.peers_of(learners[0])[0]}"
-            raise BadInput(flag, value, expected)
+def check_monitors(run: Session, trainer: Trainer, module: Loop) -> None:
+    """Raise BadInput if `best_epoch` or `early_stopping` names no score, or no score that there will be."""
+    value, learners = vars(run.config).get("early_stopping"), [name for name in module.runs if module.peers_of(name)]
+    if value is not None and learners:
+        expected = f"students that learn alone; {learners[0]} learns from {module.peers_of(learners[0])[0]}"
+        raise BadInput("early_stopping", value, expected)
     every, epochs = trainer.check_val_every_n_epoch or 1, trainer.max_epochs or -1
     for flag in ("best_epoch", "early_stopping"):
         if (monitor := vars(run.config).get(flag)) is not None:
             check_monitor(module, monitor, flag)
             if not run.used["validation"]:
                 raise BadInput(
-                    flag, monitor, "samples to validate on: --data.validation_size, limit_val_batches above 0"
+                    flag, monitor, "samples to validate on: `data.validation_size`, limit_val_batches above 0"
                 )
             if every > epochs > 0:
                 raise BadInput("trainer.check_val_every_n_epoch", every, f"at most {epochs}, the epochs of training")
@@ -70,9 +71,9 @@ def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, li
         raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {logged}")
 
 
-def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -> None:
+def drop_unsuited(run: Session, stage: str, module: Loop, trainer: Trainer) -> None:
     """Remove a stage's callbacks that monitor what only another stage logs, with a notice for each."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer)
     for callback in callbacks[:]:
         monitor = callback.monitor if isinstance(callback, Monitor) else None
         if isinstance(callback, Monitor) and monitor and monitor not in list_monitored(module, trainer, callback, run):
@@ -80,7 +81,7 @@ def drop_unsuited(run: Session, stage: str, module: Learner, trainer: Trainer) -
             notice(f"{stage:15}  without {type(callback).__name__}, as it logs no {monitor}")
 
 
-def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
+def list_monitored(module: Loop, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
     """List the names that are logged before this callback first looks."""
     epoch, every = run.data.train_batches(trainer), trainer.val_check_interval
     if isinstance(callback, EarlyStopping):
@@ -96,7 +97,8 @@ def list_monitored(module: Learner, trainer: Trainer, callback: Monitor, run: Se
     looked = epoch if at_epoch_end else validated
     pair = run.data.samples("train", torch.arange(min(2, run.data.sizes["train"])), cast("torch.dtype", module.dtype))
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
-    logged = module.logged_names(with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1])
+    values = with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1]
+    logged = logged_names(module.run_scores.names(), values)
     names = list(logged["validation"]) if validated <= looked < math.inf else []
     if at_epoch_end or epoch < looked < math.inf:  # after what is logged there
         names += logged["epoch"]

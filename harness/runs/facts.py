@@ -1,6 +1,5 @@
 """What users of a net need beside its class: net.yaml has it, and so has each file that is exported of the net."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,6 +14,7 @@ KEYS = (
     "versions",
     "commit",
     "taught_by",
+    "configuration",
 )  # in net.yaml; those of older versions have the first or none
 
 
@@ -29,6 +29,7 @@ class NetFacts:
         versions: of the packages with which it was trained.
         commit: of the code that trained it, with `-dirty` for a changed checkout; None if that is not known.
         taught_by: of a student that learnt from others than `teacher`, their folders beside its own, and weights.
+        configuration: of models of transformers, whose folders may change: what these had, by the path in the net.
     """
 
     task: str
@@ -37,6 +38,7 @@ class NetFacts:
     versions: Mapping[str, str]
     commit: str | None = None
     taught_by: Mapping[str, float] = field(default_factory=dict)
+    configuration: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -49,6 +51,7 @@ class NetFacts:
             task=facts["task"], inputs=Preparation.read(facts["inputs"]), classes=classes, versions=versions,
             commit=None if commit is None else str(commit),
             taught_by={str(name): float(weight) for name, weight in facts.get("taught_by", {}).items()},
+            configuration={str(path): dict(settings) for path, settings in facts.get("configuration", {}).items()},
         )  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
@@ -56,15 +59,5 @@ class NetFacts:
         classes = {"classes": [*self.classes]} if self.classes else {}
         rest = {"inputs": self.inputs.to_plain(), "versions": {**self.versions}, "commit": self.commit}
         taught_by = {"taught_by": {**self.taught_by}} if self.taught_by else {}
-        return {**classes, "task": self.task, **rest, **taught_by}
-
-    def values(self) -> dict[str, Any]:
-        """Return its values by the names that exported files have."""
-        inputs = {f"input_{name}": value for name, value in self.inputs.to_plain().items()}
-        rest = {"classes": [*self.classes], "versions": {**self.versions}, "commit": self.commit or ""}
-        return {"task": self.task, **inputs, **rest}
-
-    def metadata(self) -> dict[str, str]:
-        """Return `values` as texts: lists and mappings in JSON."""
-        values = self.values().items()
-        return {key: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for key, x in values}
+        configuration = {"configuration": {**self.configuration}} if self.configuration else {}
+        return {**classes, "task": self.task, **rest, **taught_by, **configuration}

@@ -1,15 +1,21 @@
-"""Atomic writes of files; those of a run are recorded first, and `--overwrite true` deletes recorded files only."""
+"""Atomic writes of files; those of a run are recorded first, and `overwrite true` deletes recorded files only."""
 
 import errno
 import json
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from apprentice.errors import BadInput
+
+UNWRITTEN = "no space left on the disk, or it can't be written"
 RECORD = ".files"
+UNFINISHED = ".unfinished-"  # begins the name of a folder whose files are not checked yet
 RUN = "APPRENTICE_RUN"  # the open run's folder, in the environment: processes that the run starts write files too
 PART = "APPRENTICE_RUN_PART"  # ends the name of a job's own record: on a network disk two machines can't add to one
 
@@ -31,17 +37,46 @@ def atomic(path: str | Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)  # else a power cut may leave the new name on an empty file
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write
+            error.filename = str(path)
+        if isinstance(error, RuntimeError) and "inline_container" in str(error):  # of torch.save
+            raise OSError(errno.EIO, UNWRITTEN, str(path)) from error
         raise
     with suppress(OSError):  # some network disks can't sync a folder
         _sync(path.parent)
 
 
 def can_be_written(folder: Path) -> bool:
-    """Return whether files can be written into a folder, or into a new one of this name."""
-    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    """Return whether files can be written into a folder, or into a new one of this name, by writing one."""
+    places = (folder.absolute(), *folder.absolute().parents)
+    try:
+        nearest = next(place for place in places if place.exists() or place.is_symlink())
+        tempfile.TemporaryFile(dir=nearest).close()  # permissions do not say it of /proc, nor of root
+    except OSError:
+        return False
+    return True
+
+
+def check_output(path: Path, begins: str, kind: str) -> None:
+    """Raise BadInput of `out` if a file can't be written, or is there and not of the command's own kind.
+
+    Files of the kind begin with these characters, and `kind` names them in the message.
+    """
+    if not can_be_written(path.parent):
+        raise BadInput("out", path, "a file in a folder that can be written")
+    if path.is_dir():
+        raise BadInput("out", path, "a file; this is a folder")
+    if path.is_symlink() or (path.exists() and not _begins(path, begins)):
+        raise BadInput("out", path, f"a new file, or {kind}, which is replaced; this is another")
+
+
+def _begins(path: Path, text: str) -> bool:
+    if not path.is_file():  # a device, or a pipe, which would wait for its writer
+        return False
+    with path.open("rb") as file:
+        return file.read(len(text.encode())) == text.encode()
 
 
 def read_text(path: str | Path) -> str:
@@ -88,6 +123,22 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder in `out`; when the block succeeds, its files replace those of `out`, each at once.
+
+    What a killed process has left in `out` is removed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for left in out.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=out, prefix=UNFINISHED) as temporary:
+        yield Path(temporary)
+        for path in sorted(Path(temporary).iterdir()):
+            with atomic(out / path.name) as target:
+                shutil.move(path, target)
+
+
+@contextmanager
 def record_files(out: Path, part: str = "") -> Iterator[None]:
     """Inside, `record` records the files of this folder; a job of the run does in a `part` of its record."""
     os.environ[RUN], os.environ[PART] = str(out.absolute()), part and f".{part}"
@@ -98,8 +149,10 @@ def record_files(out: Path, part: str = "") -> Iterator[None]:
 
 
 def record(path: str | Path) -> None:
-    """Record a file of the open run before it is written; files outside the run's folder are ignored."""
+    """Record a file of the open run before it is written; others, and those that are not checked yet, are ignored."""
     run = os.environ.get(RUN)
+    if any(part.startswith(UNFINISHED) for part in Path(path).parts):
+        return  # `atomic_folder` records the names that they get
     if run is None or not Path(path).absolute().is_relative_to(run) or is_recorded(path):
         return
     with Path(run, f"{RECORD}{os.environ.get(PART, '')}").open("a", encoding="utf-8") as file:

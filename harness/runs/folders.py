@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
-from datamodules import InMemoryData
+from datamodules.base import InMemoryData
 from datamodules.fingerprints import SAMPLED, changed_parts, touched_parts
 from harness.runs import launch
 from harness.runs.files import list_recorded, read_text, record_files, remove_recorded, write_bytes, write_text
@@ -23,11 +23,15 @@ from harness.runs.quiet import notice
 from harness.runs.records import reading
 
 # Files of runs without a record: a folder with one of these is no new one.
-RUN_FILES = ("config.yaml", "environment.json", "results.*", "seed[0-9]*/*.json", "seed[0-9]*/*.ckpt")
+RUN_FILES = (
+    "config.yaml", "environment.json", "results.*", "report.html", "data.json", "split.csv", "seed[0-9]*/*.json",
+    "seed[0-9]*/*.ckpt",
+)  # fmt: skip
 LOCK = ".lock"
 JOB = ".job"  # the torchrun job that opened the folder last
 SAMPLES = "data.json"  # the fingerprint of the run's samples
 SPLIT = "split.csv"  # the samples of each part
+NAMED = 3  # samples in a message
 
 
 def new_folder(experiment: str, job: str = "") -> Path:
@@ -134,11 +138,11 @@ def _check_free(out: Path, overwrite: bool) -> None:
     """Raise BadInput if the folder holds a run that is not to be overwritten, or a file that no run has recorded."""
     files = run_files(out)
     if files and not overwrite:
-        raise BadInput("out", out, f"a new folder, as this one holds {files[0]}; or --resume true, --overwrite true")
+        raise BadInput("out", out, f"a new folder, as this one holds {files[0]}; or `resume true`, `overwrite true`")
     recorded = {path.relative_to(out).as_posix() for path in list_recorded(out)}
     if unrecorded := [name for name in files if name not in recorded]:
         rest = f" and {len(unrecorded) - 1} more are" if len(unrecorded) > 1 else " is"
-        advice = f"{out / unrecorded[0]}{rest} in no record: delete that by hand, or take another --out"
+        advice = f"{out / unrecorded[0]}{rest} in no record: delete that by hand, or take another `out`"
         raise BadInput("overwrite", "true", f"a folder whose files a run has recorded; {advice}")
 
 
@@ -158,8 +162,13 @@ def write_split(out: Path, data: InMemoryData) -> None:
         write_bytes(out / SPLIT, table.getvalue().encode(errors="surrogateescape"))
 
 
-def check_samples(out: Path, now: Mapping[str, Any], advice: str = "take another --out") -> None:
-    """Raise BadInput, with this advice, if the run in a folder began with other samples than those of `now`."""
+def check_samples(
+    out: Path, now: Mapping[str, Any], advice: str = "take another `out`", listed: Sequence[tuple[str, ...]] = ()
+) -> None:
+    """Raise BadInput, with this advice, if the run in a folder began with other samples than those of `now`.
+
+    `listed` are the part, the name and more of each sample now, by which split.csv tells what came and what went.
+    """
     path = out / SAMPLES
     if not path.exists():
         return
@@ -169,11 +178,29 @@ def check_samples(out: Path, now: Mapping[str, Any], advice: str = "take another
         counts = {part: (before["samples"].get(part), now["samples"].get(part)) for part in changed}
     if changed:
         parts = ", ".join(f"{part} ({_counts(*pair)})" for part, pair in counts.items())
-        expected = f"the samples with which the run in {out} began; others are in {parts}: {advice}"
+        names = _changed_names(out, listed)
+        expected = f"the samples with which the run in {out} began; others are in {parts}{names}: {advice}"
         raise BadInput("data", now["name"], expected)
     if touched:
         same = f"names and sizes are the same, and the content of {SAMPLED} files of each"
         notice(f"{now['name']}: files of {', '.join(touched)} have other times than when the run began; {same}")
+
+
+def _changed_names(out: Path, listed: Sequence[tuple[str, ...]]) -> str:
+    """Say which samples of split.csv are gone and which are new, or that there are the same names in each part."""
+    path = out / SPLIT
+    if not listed or not path.is_file():
+        return ""
+    _, *rows = csv.reader(io.StringIO(os.fsdecode(path.read_bytes()), newline=""))
+    before, now = ({(row[0], row[1]) for row in entries if len(row) > 1} for entries in (rows, listed))
+    changes = {"gone": sorted(before - now), "new": sorted(now - before)}
+    said = [
+        f"{what} are {', '.join(f'{name} of {part}' for part, name in of_kind[:NAMED])}"
+        + f" and {len(of_kind) - NAMED:,} more" * (len(of_kind) > NAMED)
+        for what, of_kind in changes.items()
+        if of_kind
+    ]
+    return f"; {'; '.join(said)}" if said else f"; of the names in {SPLIT}, whose content is another"
 
 
 def _counts(before: Any, now: Any) -> str:

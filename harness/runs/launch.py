@@ -1,71 +1,27 @@
-"""The launcher of this process (torchrun, SLURM, MPI or the user), its rank, and a store of values for all ranks."""
+"""The ranks that a launcher started (torchrun, SLURM, MPI or the user): how they join, and values for all of them."""
 
 import os
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from apprentice.errors import BadInput
+from harness.ranks import Launch, find_launch, is_main_process
 from strategies import DataParallel
 from strategies.base.private import default_store
 
+__all__ = [
+    "Launch", "find_launch", "is_main_process", "join", "main_first", "ranks", "store_get", "store_set", "torchrun_job",
+]  # fmt: skip
 POLL_SECONDS = 0.02
 _written, _read = Counter[str](), Counter[str]()  # how often a key was set, and read
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-# Launchers' variables for the rank, the number of ranks, of ranks on a machine, and of machines. The first launcher
-# that fits counts: mpirun may run inside a SLURM job, and srun sets MPICH's variables too.
-LAUNCHERS = {
-    "torchrun": TORCHRUN,  # only with TORCHELASTIC_RUN_ID
-    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "", "SLURM_NNODES"),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
-    "hand": TORCHRUN,
-}
-
-
-class Launch(NamedTuple):
-    """The place of a process that a launcher started."""
-
-    by: str  # "torchrun", "slurm", "mpi" or "hand"
-    rank: int  # of this process
-    size: int  # number of ranks
-    nodes: int  # number of machines
-
-
-def is_main_process() -> bool:
-    """Return whether this process writes files: it is no rank but the first of a launcher or of Lightning."""
-    ranks = [*(variables[0] for variables in LAUNCHERS.values()), "LOCAL_RANK"]
-    return next((os.environ[name] for name in ranks if name in os.environ), "0") == "0"
-
-
-def find_launch() -> Launch | None:
-    """Return this process's place if a launcher started it; raise BadInput if the launcher's variables contradict."""
-    interactive = os.environ.get("SLURM_JOB_NAME") in {"bash", "interactive"}
-    for by, (rank, size, local_size, nodes) in LAUNCHERS.items():
-        inactive = (by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ) or (by == "slurm" and interactive)
-        if inactive or not {rank, size} <= os.environ.keys():
-            continue
-        number, total = _number(rank), _number(size)
-        if not 0 <= number < total:
-            raise BadInput("", f"{rank} {number}", f"a number from 0 to {total - 1}, as {size} is {total}")
-        local_total = max(_number(local_size) if local_size in os.environ else total, 1)
-        machines = _number(nodes) if nodes in os.environ else total // local_total
-        if total > 1 or by not in {"mpi", "mpich"}:
-            return Launch("mpi" if by == "mpich" else by, number, total, max(machines, 1))
-    return None
-
-
-def _number(variable: str) -> int:
-    value = os.environ[variable]
-    if not value.isdecimal():
-        raise BadInput("", f"{variable} {value}", "a number")
-    return int(value)
+PATIENCE = 4.0, 10.0  # seconds until rank 0, and another, say that they wait
 
 
 def join(trainer: Trainer) -> None:
@@ -83,7 +39,23 @@ def join(trainer: Trainer) -> None:
         expected = f"{launch.size / trainer.num_nodes:g} on each of {trainer.num_nodes} nodes"
         raise BadInput("trainer.devices", trainer.num_devices, f"{expected}, as {launch.size} ranks were started")
     if strategy.launcher is not None:
-        strategy.join() if isinstance(strategy, DataParallel) else strategy.setup_environment()
+        with _say_if_waiting(launch):
+            strategy.join() if isinstance(strategy, DataParallel) else strategy.setup_environment()
+
+
+@contextmanager
+def _say_if_waiting(launch: Launch) -> Iterator[None]:
+    """Say on stderr whom this rank waits for, if the block takes longer than ranks usually differ by."""
+    names, others = launch.variables, launch.size - 1
+    line = f"waiting for {others} other process{'es' * (others > 1)}: this is {launch}"
+    alone = f"one process alone needs no launcher: `unset {names.rank} {names.size}`"
+    timer = threading.Timer(PATIENCE[launch.rank > 0], sys.stderr.write, [f"{line}; {alone}\n"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def torchrun_job(argv: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 import torch
@@ -11,14 +11,15 @@ import yaml
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from apprentice.weights import check_weights
 from harness.cli.classes import import_class
 from harness.runs.facts import KEYS, NetFacts
 from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format, reading
-from lit_modules.nets import unwrap_logits
-from lit_modules.nets.recorded import path_of
+from lit_modules.nets.base import unwrap_logits
+from lit_modules.nets.identity import Origin
+from lit_modules.nets.recorded import path_of, rebuild, to_plain
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
@@ -29,25 +30,10 @@ AVERAGE = "ema"  # the folder of a moving average, in that of its net
 SPEC = ("class_path", "init_args")  # in net.yaml, beside the facts
 
 
-class Place(NamedTuple):
-    """Where a net's folder lies: RUN/seed<k>/<name>, or of a moving average of its weights RUN/seed<k>/<name>/ema."""
-
-    run: Path
-    seed: str
-    name: str
-    is_average: bool
-
-
-class Saved(NamedTuple):
-    """What a net's folder says of it."""
-
-    spec: Spec  # how it is rebuilt
-    facts: NetFacts  # what users of it need to know
-
-
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
     """Return what `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    plain |= {key: to_plain(value) for key, value in arguments.items() if isinstance(value, type)}
     try:
         yaml.safe_dump(plain)
     except yaml.YAMLError:
@@ -86,14 +72,20 @@ def write_spec(net_spec: Spec, folder: Path, facts: NetFacts | None = None) -> N
 
 def _read_yaml(folder: str | Path, flag: str) -> dict[str, Any]:
     """Read all of a folder's `net.yaml`; BadInput if there is no such file, or it holds something else."""
+    path = Path(folder) / "net.yaml"
     try:
-        content = yaml.safe_load(read_text(Path(folder) / "net.yaml"))
+        content = yaml.safe_load(read_text(path))
         if {*SPEC} <= {*content} <= {*SPEC, *KEYS} and isinstance(content["init_args"], dict):
             return content
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
-        pass
-    expected = f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{nets_in(folder)}"
-    raise BadInput(flag, folder, expected)
+        why = f"it does not say {' and '.join(SPEC)}, and nothing but {', '.join(KEYS)} beside these"
+    except (FileNotFoundError, NotADirectoryError):
+        expected = f"a net's folder, as RUN/seed0/kd, with weights.pt and net.yaml{nets_in(folder)}"
+        raise BadInput(flag, folder, expected) from None
+    except OSError as error:
+        why = error.strerror or str(error)
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        why = f"{type(error).__name__}: {reason(error)}"
+    raise BadInput(flag, folder, f"a net's folder, whose net.yaml can be read; {path}: {why}")
 
 
 def read_spec(folder: str | Path, flag: str = "run") -> Spec:
@@ -135,23 +127,6 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
             expected = trained["init_args"].get(option, value)
             if option not in {"backend", "dropout", "input_shape", "name", "num_classes"} and value != expected:
                 raise BadInput(f"{flag}.{option}", value, f"{expected}, as {folder / 'net.yaml'} has it")
-
-
-def place_of(folder: str | Path) -> Place:
-    """Return of which run, seed and net a folder is."""
-    path = Path(folder).resolve()
-    is_average = path.name == AVERAGE and (path.parent / "net.yaml").is_file()
-    net = path.parent if is_average else path
-    return Place(net.parent.parent, net.parent.name, net.name, is_average)
-
-
-def teachers_beside(folder: str | Path) -> dict[Path, float]:
-    """Return the folders of the teachers of a run's student, RUN/seed<k>/teacher by default, and their weights."""
-    facts = read_facts(folder)
-    taught_by = facts.taught_by if facts else {}
-    place = place_of(folder)
-    beside = place.run / place.seed
-    return {beside / name: weight for name, weight in (taught_by or {"teacher": 1.0}).items()}
 
 
 def read_classes(folder: str | Path) -> tuple[str, ...]:
@@ -199,6 +174,8 @@ def _rebuild(value: Any, flag: str) -> Any:
     """Build a net, without its weights, from its spec and the specs inside; return any other value as it is."""
     if isinstance(value, list):
         return [_rebuild(entry, flag) for entry in value]
+    if isinstance(value, dict) and value.get("waits"):  # a class that an argument names
+        return rebuild(value, flag)
     if not (isinstance(value, dict) and set(value) == {"class_path", "init_args"}):
         return value
     arguments = {name: _rebuild(argument, flag) for name, argument in value["init_args"].items()}
@@ -219,6 +196,10 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
     except Exception as error:  # whatever the class makes of the arguments
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {cause}") from error
+    begun = Origin(_read_yaml(folder, flag).get("configuration", {}))
+    if change := begun.change(Origin.of(net, has_weights=False)):
+        expected = f"a net's folder, whose configuration is as it was trained; {change}"
+        raise BadInput(flag, folder, expected)
     weights = full_names(net, read_weights(path, flag) if weights is None else weights)
     kinds = {value.dtype for value in weights.values()} & {torch.float64, torch.bfloat16}
     if kinds - {p.dtype for p in net.parameters()}:  # models of transformers keep some buffers in float32

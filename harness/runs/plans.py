@@ -1,4 +1,4 @@
-"""What experiments train: arms, each a net and how it learns, as `--only` picks them, and plans of their fits."""
+"""What experiments train: arms, each a net and how it learns, as `only` picks them, and plans of their fits."""
 
 from argparse import Namespace
 from collections import deque
@@ -14,8 +14,8 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from harness import cli
 from harness.cli.rows import VARIANTS
-from harness.runs.taught import BY_TEACHER, TEACHER, Shares, is_teacher, teachers_of
-from lit_modules.objectives import Objective
+from harness.runs.teacher_weights import BY_TEACHER, TEACHER, TeacherWeights, is_teacher, teachers_of
+from lit_modules.objectives.base import Objective
 
 SUPERVISED = cli.Choice("lit_modules.objectives.CrossEntropy")  # the method of nets that learn from labels alone
 
@@ -27,10 +27,10 @@ class Arm:
     row: str  # its name in the table, in results.json and of its folder
     net: str  # the flag that chooses its net: `student`, `students.small`, `teacher`
     method: cli.Choice = SUPERVISED  # class and options of its objective
-    variant: str = ""  # the name of the method in --variants
+    variant: str = ""  # the name of the method in `variants`
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # options of the optimizer that replace the run's
     trial: int | None = None  # the number of its setting, where a search tries several of a row
-    teachers: Shares = field(default_factory=lambda: {**BY_TEACHER})  # that it learns from
+    teachers: TeacherWeights = field(default_factory=lambda: {**BY_TEACHER})  # that it learns from
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Arm:
 
     @property
     def student(self) -> str | None:
-        """The name of its net in --students."""
+        """The name of its net in `students`."""
         return self.net.partition(".")[2] or None
 
     def objective(self, config: Namespace) -> Objective:
@@ -85,7 +85,7 @@ def of_teacher(config: Namespace) -> Namespace:
 
 @contextmanager
 def flags_of_teacher(config: Namespace) -> Iterator[None]:
-    """Turn the flag of an error of the optimizer or the scheduler into the teacher's, where it has its own."""
+    """Rename `optimizer` and `scheduler` in the argument of a BadInput to the teacher's, where it has its own."""
     try:
         yield
     except BadInput as fault:
@@ -107,15 +107,15 @@ class FitPlan:
     seed: int  # it belongs to the run's folder `seed<k>`
     name: str  # of its record and its checkpoint there
     arms: tuple[Arm, ...]  # the nets that it trains in one pass over the data
-    epochs: int | None = None  # of its Trainer, as `--trainer.max_epochs` has them; None without training
+    epochs: int | None = None  # of its Trainer, as `trainer.max_epochs` has them; None without training
     is_trained: bool = False  # whether the nets have their weights already and are only tested
     # The epoch after which it ends, under the schedule of all epochs; only its checkpoint has the nets.
     until: int | None = None
     # Whether the fit goes on from its checkpoint, once it is finished, if it gets more epochs.
     keeps_checkpoint: bool = False
     tested: bool = True  # whether nets are tested, and their costs measured
-    batch_size: int | None = None  # in place of --data.batch_size
-    all_labels: bool = False  # whether it learns from labels that `--data.labelled` hides, too
+    batch_size: int | None = None  # in place of `data.batch_size`
+    all_labels: bool = False  # whether it learns from labels that `data.labelled` hides, too
     trainer: Mapping[str, Any] = field(default_factory=dict)  # options of the Trainer that replace the user's
     title: str = ""  # how lines about it begin; by default by its seed and name
 
@@ -137,7 +137,7 @@ class FitPlan:
 
 
 def arms(config: Namespace) -> dict[str, Arm]:
-    """Return the arms of `--only`, and those that they learn from, by name, with the user's settings."""
+    """Return the arms of `only`, and those that they learn from, by name, with the user's settings."""
     rows = cli.rows(Namespace(**{**vars(config), "only": None}))
     taught, methods = teachers_of(config, rows), config.variants
     all_arms = {
@@ -154,7 +154,7 @@ def arms(config: Namespace) -> dict[str, Arm]:
 
 @contextmanager
 def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
-    """Turn the flag of an arm's error, its name below `--variants`, into its method's, and add its net's."""
+    """Rename the arm in the argument of a BadInput to its method, and name its net in the text."""
     try:
         yield
     except BadInput as fault:
@@ -162,7 +162,7 @@ def flags_of(arms: Iterable[Arm]) -> Iterator[None]:
             flag = f"{VARIANTS}.{arm.name}"
             if arm.student and (fault.argument == flag or fault.argument.startswith(f"{flag}.")):
                 whole = f"{VARIANTS}.{arm.variant}{fault.argument.removeprefix(flag)}"
-                raise BadInput(whole, fault.value, f"{fault.expected} (for --{arm.net})") from None
+                raise BadInput(whole, fault.value, f"{fault.expected} (for `{arm.net}`)") from None
         raise
 
 
@@ -175,5 +175,5 @@ class Fit:
     scores: dict[str, float]  # what the test logged; nothing without one
     device: torch.device  # where this process has the module
     autocast: Callable[[], Any]  # makes the context of the Trainer's precision
-    samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunMetrics.of_samples`
+    samples: dict[str, dict[str, Tensor]]  # of a test, by run and by name, in the main process: `RunScores.of_samples`
     best_epochs: Mapping[str, float] = field(default_factory=dict)  # by run, where its best weights are taken

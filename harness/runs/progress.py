@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,9 @@ from rich.table import Table
 
 from harness.runs.plans import FitPlan
 from harness.runs.records import FitRecord
-from lit_modules.run_metrics import RunMetrics, tags
 from lit_modules.tasks import TASKS
+from lit_modules.training.loop import Loop
+from lit_modules.training.training_log import is_logged, tags
 
 # Of each task the metrics from which the user chooses come before the default, which is scored in any case.
 SCORES = [f"val/{metric.score}" for task in TASKS.values() for metric in reversed([*task.metrics.values()])]
@@ -64,22 +65,24 @@ class Lines(Callback):
             self._began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._break_silence(trainer, "batch", trainer.fit_loop.epoch_loop.batch_idx, trainer.num_training_batches)
+        self._break_silence(
+            trainer, pl_module, "batch", trainer.fit_loop.epoch_loop.batch_idx, trainer.num_training_batches
+        )
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._break_silence(trainer, "validation batch", batch_idx, sum(trainer.num_val_batches))
+        self._break_silence(trainer, pl_module, "validation batch", batch_idx, sum(trainer.num_val_batches))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._break_silence(trainer, "test batch", batch_idx, sum(trainer.num_test_batches))
+        self._break_silence(trainer, pl_module, "test batch", batch_idx, sum(trainer.num_test_batches))
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._break_silence(trainer, "inputs, batch", batch_idx, sum(trainer.num_predict_batches))
+        self._break_silence(trainer, pl_module, "inputs, batch", batch_idx, sum(trainer.num_predict_batches))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.max_epochs == -1 and not trainer.sanity_checking:
@@ -89,13 +92,12 @@ class Lines(Callback):
         if trainer.max_epochs != -1:
             self._say(trainer, self._scores(trainer, pl_module))
 
-    def _break_silence(self, trainer: Trainer, what: str, index: int, total: float) -> None:
+    def _break_silence(self, trainer: Trainer, pl_module: LightningModule, what: str, index: int, total: float) -> None:
         now = time.monotonic()
         next_batch, self._batch = 2 * now - self._batch, now
         if next_batch - self._spoke > SILENCE:
-            loss = trainer.callback_metrics.get("loss")  # of training, when it was logged last
             place = "" if what == "batch" and trainer.max_epochs == -1 else f"{what} {_of(index + 1, total)}"
-            self._say(trainer, place, "" if loss is None or trainer.testing else f"loss {float(loss):.4f}")
+            self._say(trainer, place, "" if trainer.testing or trainer.predicting else losses(pl_module))
 
     def _place(self, trainer: Trainer) -> str:
         if trainer.testing:
@@ -108,7 +110,7 @@ class Lines(Callback):
 
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
         tag, values = scores(trainer, module)
-        words = "  ".join(f"{name} {value:.4f}".strip() for name, value in values.items())
+        words = _by_run(values)
         return f"{time.monotonic() - self._began:.1f} s" + (f"  {tag} {words}" if words else "")
 
     def _say(self, trainer: Trainer, *parts: str) -> None:
@@ -121,7 +123,7 @@ class Lines(Callback):
 
 
 class Display(Lines):
-    """Shows the state of a RunMetrics' fit below the lines of finished epochs: scores, speed, time left.
+    """Shows the state of a Loop's fit below the lines of finished epochs: scores, speed, time left.
 
     `rest` gives a text about the whole run, from the seconds that this fit has left and takes in all.
     """
@@ -135,7 +137,7 @@ class Display(Lines):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._start, self._first = time.monotonic(), trainer.global_step
-        self._samples = cast("RunMetrics", pl_module).samples
+        self._samples = cast("Loop", pl_module).training_log.samples
         if trainer.is_global_zero:
             # No thread refreshes it: ranks may be forked.
             self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
@@ -147,7 +149,7 @@ class Display(Lines):
         now = time.monotonic()
         if self._live and now - self._drawn > REDRAW:
             self._drawn = now
-            self._live.update(self._view(self._live.console, trainer, cast("RunMetrics", pl_module)), refresh=True)
+            self._live.update(self._view(self._live.console, trainer, cast("Loop", pl_module)), refresh=True)
 
     def on_train_end(self, *_: Any) -> None:
         if self._live:
@@ -162,11 +164,11 @@ class Display(Lines):
         else:
             super()._print(line)
 
-    def _view(self, console: Console, trainer: Trainer, module: RunMetrics) -> Group:
+    def _view(self, console: Console, trainer: Trainer, module: Loop) -> Group:
         spent, total = time.monotonic() - self._start, trainer.estimated_stepping_batches
         done = trainer.global_step - self._first  # in this session
         head = Table.grid(padding=(0, 2))
-        speed = f"{(module.samples - self._samples) / spent:,.0f} samples/s"
+        speed = f"{(module.training_log.samples - self._samples) / spent:,.0f} samples/s"
         bar = ProgressBar(total=total, completed=trainer.global_step, width=20) if total > 0 else ""
         head.add_row(self.label, self._place(trainer), bar, speed)
         left = ""
@@ -175,10 +177,10 @@ class Display(Lines):
             left = f"{clock(remaining)} left of this fit" + (self._rest(remaining, whole) if self._rest else "")
         return Group(head, left, self._table(trainer, module, console.height - MARGIN))
 
-    def _table(self, trainer: Trainer, module: RunMetrics, room: int) -> Table:
+    def _table(self, trainer: Trainer, module: Loop, room: int) -> Table:
         """Return a table of each run's mean training loss in this epoch so far, and its last score."""
         tag, values = scores(trainer, module)
-        visible, means = module.runs[: max(room, 1)], module.epoch_means()
+        visible, means = module.runs[: max(room, 1)], module.training_log.epoch_means()
         table = Table.grid(padding=(0, 2))
         table.add_row("", "train/loss", tag if values else "")
         for run in visible:
@@ -196,10 +198,23 @@ def scores(trainer: Trainer, module: LightningModule) -> tuple[str, dict[str, fl
     Values of training are means over the epoch so far, not those of the last batch.
     """
     values: dict[str, Any] = dict(trainer.callback_metrics)
-    if isinstance(module, RunMetrics):
-        values |= tags(module.epoch_means(), "train")
+    if isinstance(module, Loop):
+        values |= tags(module.training_log.epoch_means(), "train")
     tag = next((tag for tag in TAGS if any(name.endswith(tag) for name in values)), TAGS[-1])
     return tag, {name.removesuffix(tag).rstrip("/"): float(v) for name, v in values.items() if name.endswith(tag)}
+
+
+def losses(module: LightningModule) -> str:
+    """Return each run's mean training loss in this epoch so far, as a line shows it."""
+    if not isinstance(module, Loop):
+        return ""
+    means = module.training_log.epoch_means()
+    known = {run: means[name] for run in module.runs if (name := f"{run}/loss".lstrip("/")) in means}
+    return f"train/loss {_by_run(known)}" if known else ""
+
+
+def _by_run(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{run} {value:.4f}".strip() for run, value in values.items())
 
 
 def clock(seconds: float) -> str:
@@ -222,14 +237,14 @@ class Speed(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, also in mid-epoch and after a validation."""
-        self._since, self._samples = time.perf_counter(), cast("RunMetrics", pl_module).samples
+        self._since, self._samples = time.perf_counter(), cast("Loop", pl_module).training_log.samples
 
     on_train_epoch_start = on_validation_end = on_train_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        module, step = cast("RunMetrics", pl_module), trainer.global_step
-        if trainer.loggers and step != self._step and module.is_logged(step):
-            seconds, samples = time.perf_counter() - self._since, module.samples - self._samples
+        module, step = cast("Loop", pl_module), trainer.global_step
+        if trainer.loggers and step != self._step and is_logged(module, step):
+            seconds, samples = time.perf_counter() - self._since, module.training_log.samples - self._samples
             values = {"train/samples_per_sec": samples / seconds, "train/peak_memory_mib": peak_memory(module.device)}
             module.log_dict(values, batch_size=1)
             self._step = step

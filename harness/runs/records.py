@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from apprentice.errors import BadInput
 from harness.runs.files import read_text, write_json
+from lit_modules.nets.identity import Origin
 from lit_modules.tasks import METRICS
 
 FORMAT = 1  # of records and of results.json; a folder of another format is refused
@@ -29,6 +30,7 @@ class Header:
     seeds: list[int]  # of the run
     fingerprint: dict[str, Any]  # of the samples in each part of the data
     commits: list[str | None]  # of the code in each call; None where it is not known
+    origins: dict[str, Origin] = field(default_factory=dict)  # of nets, by the flag that chose one
 
     def __post_init__(self) -> None:
         for name in ("data", "hardware", "versions", "config", "fingerprint"):
@@ -39,10 +41,18 @@ class Header:
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote; TypeError or LookupError if it is something else."""
-        return cls(**{name: facts[name] for name in Header.__dataclass_fields__})
+        return cls(**cls.header_of(facts))
+
+    @staticmethod
+    def header_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that it needs, and those that are there; LookupError if one is missing."""
+        named = {name: facts[name] for name in Header.__dataclass_fields__ if name != "origins"}
+        return named | {"origins": {key: Origin(**told) for key, told in facts.get("origins", {}).items()}}
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **{name: vars(self)[name] for name in Header.__dataclass_fields__}}
+        named = {name: vars(self)[name] for name in Header.__dataclass_fields__ if name != "origins"}
+        told = {key: asdict(origin) for key, origin in self.origins.items()}
+        return {"format": FORMAT, **named, **({"origins": told} if told else {})}
 
 
 @dataclass(frozen=True)

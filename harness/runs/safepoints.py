@@ -15,8 +15,8 @@ from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from harness.runs import signals
 from harness.runs.files import atomic
-from lit_modules.learner import Learner
 from lit_modules.run_callbacks import BestEpoch, best_weights
+from lit_modules.training.loop import Loop
 
 EXPECTED = "a checkpoint of this fit, or no such file, and it starts again"
 # What a fit resumes from, of what Lightning writes.
@@ -139,7 +139,7 @@ def best_of(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 def load(module: LightningModule, state: dict[str, Any], path: str | Path, best: bool = False) -> None:
     """Load a checkpoint into its module, with weights of the best epochs or the last; BadInput if it is another's."""
     try:
-        weights = best_weights(best_of(state), module.runs) if best and isinstance(module, Learner) else {}
+        weights = best_weights(best_of(state), module.runs) if best and isinstance(module, Loop) else {}
         module.load_state_dict({**state["state_dict"], **weights})
         module.on_load_checkpoint(state)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:

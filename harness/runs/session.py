@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,31 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 
 import strategies
 from apprentice.errors import BadInput
-from datamodules import InMemoryData
-from datamodules.adapted import Adapted
+from datamodules.adapter import DataModuleAdapter
+from datamodules.base import InMemoryData
 from datamodules.streams import cores
-from harness import cli
+from harness import cli, ranks
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
-from harness.runs import environment, folders, launch, nets, signals
+from harness.runs import environment, folders, launch, nets, origins, signals
 from harness.runs.facts import NetFacts
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import Header
-from harness.runs.trainer import MakeTrainer, make_loggers, trainer_factory
+from harness.runs.trainer import make_loggers, trainer_factory
 from harness.start import called_as, console
-from lit_modules.nets import Net
+from lit_modules.nets.base import Net
+from lit_modules.nets.identity import Origin
 
 TOKENIZER = "teacher_tokenizer"
-CROWD = 4  # processes a core, beyond which their start takes so long that we say so
 
 
 class Session:
-    """One call of an experiment. Trainer and data are made when first used; `folder` is the first to write files."""
+    """One call of an experiment. The data are loaded when first used; `folder` is the first to write files."""
 
     used: dict[str, int]  # numbers of samples that the Trainer uses, after `checked_trainer`
     out: Path  # the run's folder, inside `folder`
@@ -47,52 +47,47 @@ class Session:
         self.name, self.parser, self.argv = name, parser, sys.argv[1:] if argv is None else list(argv)
         self.config: Namespace = parser.parse(self.argv)
         self.parsed = self.config  # as the user gave them, where a study changes settings by others
+        self.origins: dict[str, Origin] = {}  # of nets, by the flag that chooses one
         self._notices: set[str] = set()
-        self._of_teacher: InMemoryData | None = None  # the data in the teacher's tokens
+        self._data: InMemoryData | None = None
 
-    @cached_property
-    def trainer(self) -> MakeTrainer:
-        return trainer_factory(self.config.trainer, self.config.exact)
+    def trainer(self, **options: Any) -> Trainer:
+        """Make a Trainer with the settings of now, and with arguments as `trainer_factory` says."""
+        return trainer_factory(self.config.trainer, self.config.exact)(**options)
 
-    @cached_property
+    @property
     def data(self) -> InMemoryData:
         """The data module, set up, after joining the ranks that a launcher started."""
-        trainer = self.trainer()
-        launch.join(trainer)
-        data = load_data(self.config)
-        data.limit_test(trainer)
-        return data
+        if self._data is None:
+            trainer = self.trainer()
+            launch.join(trainer)
+            data = load_data(self.config)
+            data.limit_parts(trainer)
+            self._data = data
+        return self._data
 
     @contextmanager
-    def tokens_of_teacher(self) -> Iterator[None]:
-        """Inside, the data are in the teacher's tokens, if `--teacher_tokenizer` says that these are others."""
-        name = vars(self.config).get(TOKENIZER)
-        ours = self.data
-        if name is not None and self._of_teacher is None:
-            if "tokenizer" not in self.config.data.init_args:
-                raise BadInput(TOKENIZER, name, f"texts; --data {self.config.data.name} has no tokenizer")
-            options = {**self.config.data.init_args, "tokenizer": name}
-            options |= {"template": None} if "template" in options else {}
-            choice = replace(self.config.data, init_args=options)
-            self._of_teacher = load_data(Namespace(data=choice, num_classes=None))
-            ours.check_same_texts(self._of_teacher, TOKENIZER, name)
-            self._of_teacher.limit_test(self.trainer())
-        vars(self)["data"] = self._of_teacher or ours
+    def with_data(self, data: InMemoryData) -> Iterator[None]:
+        """Inside, the data are others, as those of a teacher that takes other inputs."""
+        ours, self._data = self.data, data
         try:
             yield
         finally:
-            vars(self)["data"] = ours
+            self._data = ours
+
+    def change(self, **settings: Any) -> None:
+        """Change settings from here on, in the run's files too; the next Trainer has the new ones."""
+        vars(self.config).update(settings)
 
     @property
     def reads_data(self) -> bool:
         """Whether the data are used: studies of devices do without."""
-        return "data" in vars(self)
+        return self._data is not None
 
     def with_settings(self, **settings: Any) -> "Session":
         """Copy the session with other settings; the copy makes its own Trainers and shares data and folder."""
         other = copy.copy(self)
         other.config = Namespace(**{**vars(self.config), **settings})
-        vars(other).pop("trainer", None)
         return other
 
     @cached_property
@@ -124,7 +119,7 @@ class Session:
 
     @contextmanager
     def batches_of(self, rows: int | None) -> Iterator[None]:
-        """Let the data's training batches have so many rows inside, as many as usual for None."""
+        """Inside, training batches have so many rows; None leaves their size as it is."""
         usual = self.data.batch_size
         self.data.batch_size, self.data.evaluated_rows = rows or usual, usual
         try:
@@ -134,7 +129,7 @@ class Session:
 
     @staticmethod
     def replicas(trainer: Trainer) -> int:
-        """Return among how many a batch is divided."""
+        """Return among how many ranks a batch is divided."""
         sampler = trainer.distributed_sampler_kwargs or {}
         return int(sampler.get("num_replicas", 1))
 
@@ -142,20 +137,21 @@ class Session:
         """Print a notice, once."""
         if line not in self._notices:
             self._notices.add(line)
-            notice(line)
+            notice(cli.as_flags(line, self.parser))
 
     def announce(self) -> None:
         """Tell the user what will run, and where it is written."""
         where = self.config.out or f"a new folder in runs/{self.name}"
         notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
         devices = self.config.trainer.init_args["devices"] if "trainer" in self.config else "auto"
-        if isinstance(devices, int) and devices > CROWD * cores() and launch.find_launch() is None:
-            fits = f"each fit starts {devices} processes, which takes a while on {cores()} cores"
-            notice(f"--trainer.devices {devices}: {fits}")
+        are_ours = launch.find_launch() is None and not torch.cuda.is_available()
+        if are_ours and isinstance(devices, int) and devices > cores():
+            slower = f"takes longer than with `trainer.devices {cores()}`"
+            self.tell(f"`trainer.devices {devices}`: {devices} processes share {cores()} cores, so each fit {slower}")
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Open and lock the run's folder, `--out` or a new one; where a signal ends it, print the command that resumes.
+        """Open and lock the run's folder, `out` or a new one; where a signal ends it, print the command that resumes.
 
         Raises:
             BadInput: the folder can't be used (`folders.open_folder`), is to be replaced by a run that reads its
@@ -163,9 +159,9 @@ class Session:
         """
         config, job = self.config, launch.torchrun_job(self.argv)
         self.out = Path(config.out) if config.out else folders.new_folder(self.name, job)
+        values = dict(flat(self.parser.as_dict(config)))
         if config.overwrite:
-            settings = flat(self.parser.as_dict(config))
-            values = {flag: value for flag, value in settings if self.parser.on_resume(flag) is not CALL}
+            values = {flag: value for flag, value in values.items() if self.parser.on_resume(flag) is not CALL}
             _check_inputs(self.out, values, config.seeds[0])
         with folders.open_folder(self.out, config.resume, config.overwrite, job):
             if not config.out:
@@ -174,35 +170,38 @@ class Session:
                 if launch.is_main_process():
                     nets.check_finished(self.out)
                     if self.reads_data:
-                        folders.check_samples(self.out, self.samples)
+                        folders.check_samples(self.out, self.samples, listed=self.data.split_list())
+                    origins.take_up(self.out, self.origins, values)
             again = f"{called_as(self.parser.prog)} {shlex.join(self._flags_to_resume())}"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
 
     def _flags_to_resume(self) -> list[str]:
-        """Return what a call has to say again, as the run's folder doesn't hold it, such as `--export`."""
+        """Return the flags that resume the run: its folder, and options that its files don't hold, such as `export`."""
         flags: dict[str, Any] = {"out": self.out, "resume": "true"}
         for flag, value in flat(self.parser.as_dict(self.config)):
             if flag not in {*flags, "overwrite"} and value and self.parser.on_resume(flag) is CALL:
                 flags[flag] = value
-        return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        return cli.argv_of(flags)
 
     def describe(self) -> None:
-        """Write config.yaml, environment.json, data.json and, if the test set is drawn, split.csv."""
+        """Write config.yaml, environment.json, data.json and, if they hold something, nets.json and split.csv."""
         if launch.is_main_process():
             write_text(self.out / "config.yaml", self.parser.dump(self.parsed, of_run=True))
             write_json(self.out / environment.FILE, environment.facts(self.out, self.parser.prog, self.argv))
+            origins.write(self.out, self.origins)
             if self.reads_data and not (self.out / folders.SAMPLES).exists():
                 write_json(self.out / folders.SAMPLES, self.samples)
                 folders.write_split(self.out, self.data)
 
     def header(self) -> Header:
-        """Say how results.json begins."""
+        """Make the beginning of results.json: what was run, on what."""
         return Header(
             experiment=self.name, data={"name": self.data.name, **self.used}, fingerprint=self.samples["fingerprint"],
             hardware=next(iter(environment.machines(self.out)), environment.hardware()),
             versions=environment.versions(), commits=environment.commits(self.out),
             config=self.parser.as_dict(self.config), free=self.parser.free, seeds=list(self.config.seeds),
+            origins={key: origin for key, origin in self.origins.items() if origin != Origin({})},
         )  # fmt: skip
 
     def net_facts(self) -> NetFacts:
@@ -222,6 +221,8 @@ def session(name: str, parser: cli.Parser, argv: Sequence[str] | None = None) ->
         SystemExit: with code 2 after one line on stderr, for what the user can correct; after --help; on a signal.
     """
     with console(), cli.one_line_errors(parser), signals.handle_signals(), quiet():
+        ranks.check_variables()
+        vars(rank_zero_only)["rank"] = ranks.rank()  # Lightning has read other variables, in another order
         run = Session(name, parser, argv)
         strategies.register()
         environment.keep_memory()
@@ -240,9 +241,11 @@ def load_data(config: Namespace) -> InMemoryData:
             options["tokenizer"] = net_class.tokenizer_from(teacher.init_args)
     data = cli.build(config.data, "data")
     if not isinstance(data, InMemoryData):
-        data = Adapted(data, config.num_classes)
+        data = DataModuleAdapter(data, config.num_classes)
     elif config.num_classes is not None:
-        raise BadInput("num_classes", config.num_classes, f"it left out: {config.data.name} knows its classes")
+        raise BadInput(
+            "num_classes", config.num_classes, f"not allowed with `data {config.data.name}`, which knows its classes"
+        )
     with launch.main_first("data"):
         data.prepare_data()
         data.setup()
@@ -258,5 +261,5 @@ def _check_inputs(out: Path, settings: dict[str, Any], seed: int) -> None:
         if isinstance(value, str):
             path = os.path.abspath(value.replace("{seed}", str(seed)))  # noqa: PTH100 - Path keeps ..
             if Path(path) in deleted:
-                expected = f"--{flag} outside of {out}, the files of which are deleted first; it is {value}"
+                expected = f"`{flag}` outside of {out}, the files of which are deleted first; it is {value}"
                 raise BadInput("overwrite", "true", expected)

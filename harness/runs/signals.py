@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,7 +19,9 @@ from harness.start import leave
 
 SAVED = 75  # exit code of a rank that stopped after saving (EX_TEMPFAIL: try again later)
 SIGHUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has none
+SIGCHLD = getattr(signal, "SIGCHLD", None)
 PATIENCE = 2.0  # seconds for exit functions, which remove temporary folders
+RANKS_PATIENCE = 1.0  # seconds for ranks to end their own processes
 FORWARDED = getattr(signal, "SIGUSR1", signal.SIGINT)  # from a process to its ranks; Windows has no SIGUSR1
 
 
@@ -60,8 +63,9 @@ def _end(code: int) -> None:
     is_rank = os.getpid() != State.owner  # a forked one, whose parent prints the line and removes its folders
     if hasattr(sys, "ps1") and not is_rank:
         raise Interrupted(code)  # in a notebook, which goes on
-    for child in multiprocessing.active_children():
-        child.kill()
+    if SIGCHLD is not None:
+        signal.signal(SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker that loads data is killed
+    _end_children(at_once=is_rank or State.deferring)
     if not is_rank and not State.ending:
         State.ending = True
         timer = threading.Timer(PATIENCE, os._exit, [code])
@@ -74,6 +78,19 @@ def _end(code: int) -> None:
         with suppress(BaseException):  # whatever exit functions raise
             atexit._run_exitfuncs()
     os._exit(code)
+
+
+def _end_children(at_once: bool) -> None:
+    children = multiprocessing.active_children()
+    if not at_once:  # a rank ends its workers first: one that sends to a rank that is gone prints a traceback
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, FORWARDED)
+        until = time.monotonic() + RANKS_PATIENCE
+        for child in children:
+            child.join(max(0.0, until - time.monotonic()))
+    for child in children:
+        child.kill()
 
 
 def _handle_forwarded(_signum: int, _frame: Any) -> None:

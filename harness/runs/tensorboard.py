@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
 from harness.runs import files
+from harness.runs.fonts import drawable
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
 from lit_modules.tasks import METRICS
@@ -37,11 +38,16 @@ COURSE = {
 }  # fmt: skip
 MEAN = "mean"  # the folder of the runs of methods
 NOT_AVERAGED = "test_class_acc/"
+# TensorBoard's TIME SERIES tab sorts groups of charts by name and opens the first two. So curves to compare nets by are
+# there a second time, in the first group, and costs, a point for each net, are behind all curves of the training.
+COMPARED, COSTS = "compare", "training_cost"
 FIRST = 4  # events of a file: its version, perhaps a purge with another version, and the charts
 
 
 class RunsLogger(Logger):
     """Writes `<run>/<tag>` as `<tag>` of the TensorBoard run `root/<run>`, and other tags to `root/<default>`.
+
+    Validation loss and score are written a second time, in the group of charts with which TensorBoard opens.
 
     Args:
         root: the folder of the runs.
@@ -79,8 +85,11 @@ class RunsLogger(Logger):
         for name, value in metrics.items():
             run, _, tag = name.partition("/")
             run, tag = (run, tag) if run in self.runs else (self.default, name)
-            if tag != "epoch":
-                self._writer(run).add_scalar(tag, value, step)
+            if tag == "epoch":
+                continue
+            self._writer(run).add_scalar(tag, value, step)
+            if tag in {f"val/{self.score}", "val/loss"}:
+                self._writer(run).add_scalar(f"{COMPARED}/{tag}", value, step)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Does nothing: `harness.reports.hparams` writes a run's options with its results."""
@@ -165,9 +174,11 @@ def confusion_figure(confusion: Tensor | np.ndarray, names: Sequence[str] | None
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= 120:
-        labels, size = list(names) if names else [str(i) for i in range(classes)], 8 if counted else 6
-        axes.set_xticks(range(classes), labels, rotation=0 if max(map(len, labels)) < 3 else 90, fontsize=size)
-        axes.set_yticks(range(classes), labels, fontsize=size)
+        labels = drawable(names or [str(i) for i in range(classes)])
+        look: dict[str, Any] = {"fontsize": 8 if counted else 6, "fontfamily": labels.fonts}
+        axes.set_xticks(range(classes), labels.names, rotation=0 if max(map(len, labels.names)) < 3 else 90, **look)
+        axes.set_yticks(range(classes), labels.names, **look)
+        axes.set_title(labels.note, fontsize=7)
     if counted:
         for row, column in np.argwhere(counts.round() > 0).tolist():
             style: dict[str, Any] = {

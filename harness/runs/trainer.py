@@ -36,10 +36,10 @@ def trainer_factory(chosen: cli.Choice, exact: int | None) -> MakeTrainer:
 
     It also takes `show`, of type `progress.Show`; a progress bar of Lightning's that the user chose replaces it.
 
-    `chosen` is of `cli.Parser`; without a chosen strategy, ddp serves `--exact`.
+    `chosen` is of `cli.Parser`; without a chosen strategy, ddp serves `exact`.
 
     Raises:
-        BadInput: a strategy or precision that does not support `--exact`; when called, what Lightning refuses.
+        BadInput: a strategy or precision that does not support `exact`; when called, what Lightning refuses.
     """
     if exact is None:
         return partial(_trainer, chosen)
@@ -50,7 +50,7 @@ def trainer_factory(chosen: cli.Choice, exact: int | None) -> MakeTrainer:
         names = ", ".join(name for name in family.names if family.exact(family.choose(name)))
         raise BadInput("exact", exact, f"a strategy that can hold it: {names}; {family.label(strategy)} can't")
     if str(chosen.init_args.get("precision")) in {"16", "16-mixed"}:
-        raise BadInput("exact", exact, "--trainer.precision other than 16-mixed, whose loss scale it can't hold")
+        raise BadInput("exact", exact, "`trainer.precision` other than 16-mixed, whose loss scale it can't hold")
     strategy = replace(strategy, init_args={**strategy.init_args, "exact": exact})
     return partial(_trainer, replace(chosen, init_args={**chosen.init_args, "strategy": strategy}))
 
@@ -99,14 +99,14 @@ def _find_fault(chosen: cli.Choice, settings: dict[str, Any]) -> tuple[str, Any]
             with suppress(*REFUSALS):
                 Trainer(**{**settings, name: default})
                 return f"trainer.{name}", value.name if isinstance(value, cli.Choice) else value
-    return "trainer.accelerator", f"{settings['accelerator']} --trainer.devices {settings['devices']}"
+    return "trainer.accelerator", f"{settings['accelerator']} `trainer.devices {settings['devices']}`"
 
 
 def with_launcher(settings: dict[str, Any]) -> dict[str, Any]:
     """Add the launcher's cluster environment to a Trainer's settings, and its devices and nodes unless set."""
     launch = find_launch()
     if launch is not None and launch.by == "hand" and launch.nodes == 1:  # no variable has the number of nodes
-        launch = launch._replace(nodes=settings["num_nodes"])
+        launch = replace(launch, nodes=settings["num_nodes"])
     plugins, nodes, devices = settings["plugins"], settings["num_nodes"], settings["devices"]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         if launch is None and nodes > 1:
@@ -176,7 +176,7 @@ class MPI(environments.MPIEnvironment):
 
 
 def make_loggers(value: Any, run: str) -> list[Logger]:
-    """Make the loggers of `--trainer.logger`, with this name of their run unless the user set one.
+    """Make the loggers of `trainer.logger`, with this name of their run unless the user set one.
 
     Raises:
         BadInput: a logger's package is missing, or its constructor refuses an option.

@@ -1,6 +1,6 @@
 """The bake-off: for each seed a teacher and its students, then one table of all seeds.
 
-As a finished run grows, teachers are kept, and teachers of new seeds have as many epochs.
+When a finished run is extended its teachers are kept, and those of new seeds train for as many epochs.
 """
 
 import copy
@@ -8,12 +8,15 @@ import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.reports.combined import combine
+from harness.reports.combine import combine
 from harness.reports.results import Results
 from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process
@@ -21,12 +24,20 @@ from harness.runs.nets import load_net
 from harness.runs.plans import Arm, FitPlan, arms, flags_of, flags_of_teacher, of_teacher
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
-from harness.runs.taught import BY_TEACHER, TAUGHT_BY, TEACHER, TEACHERS, Shares, describe, is_teacher, row_of
-from harness.studies import zoo
-from harness.studies.answers import check_answers
+from harness.runs.teacher_weights import (
+    BY_TEACHER,
+    TAUGHT_BY,
+    TEACHER,
+    TEACHERS,
+    TeacherWeights,
+    format_teachers,
+    is_teacher,
+    teacher_row_name,
+)
 from harness.studies.choices import (
     check_averages,
     check_batch_size,
+    check_exact_step,
     check_modules,
     check_net,
     is_from_teacher,
@@ -34,15 +45,22 @@ from harness.studies.choices import (
     tell_direction,
 )
 from harness.studies.fits import save_classifier
-from harness.studies.from_teachers import FromTeachers
 from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
-from harness.studies.stored import StoredOutputs, is_stand_in
-from harness.studies.teachers import check_head_only, check_own_settings, has_trained_teacher, teacher_epochs
+from harness.studies.teachers import (
+    check_head_only,
+    check_own_settings,
+    has_trained_teacher,
+    note_origins,
+    teacher_epochs,
+)
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.learner import Learner
-from lit_modules.nets import Ensemble
+from lit_modules.nets.ensemble import Ensemble
+from lit_modules.training.loop import Loop
 from strategies import PipelineStrategy
+
+ZOO = "harness.studies.zoo.list_fitting"  # imported for `zoo`
+FROM_TEACHERS = "harness.studies.from_teachers.FromTeachers"  # imported for students of their teachers' weights
 
 
 class BakeOff(SideBySide):
@@ -50,13 +68,14 @@ class BakeOff(SideBySide):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, arms(session.config))
-        self.made, self.stored = FromTeachers(session), StoredOutputs(session, self.arms.values())
+        has_made = any(is_from_teacher(session.config, arm.net) for arm in self.arms.values())
+        self.made: Any = resolve_name(FROM_TEACHERS)(session) if has_made else None
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
     @property
     def teacher_rows(self) -> list[str]:
-        return list(map(row_of, self.teachers))
+        return list(map(teacher_row_name, self.teachers))
 
     def teacher(self, seed: int, key: str = TEACHER) -> LitClassifier:
         """Build a seed's teacher that a flag chooses, with its weights if it is loaded."""
@@ -66,91 +85,103 @@ class BakeOff(SideBySide):
         """Build the module of some students of a teacher."""
         raise NotImplementedError
 
-    def build(self, plan: FitPlan) -> Learner:
+    def build(self, plan: FitPlan) -> Loop:
         first, folder = plan.arms[0], plan.folder(self.session.out)
         if is_teacher(first.net):
             return self.teacher(plan.seed, first.net)
-        if (stored := self.stored.net(plan.seed)) is not None:
-            return self.students(plan.seed, plan.arms, stored)
+        if (stand_in := self.kind.stand_in(plan.seed)) is not None:
+            return self.students(plan.seed, plan.arms, stand_in)
         loaded = dict[str, nn.Module]()
         for key in first.teachers:  # of a stand-in the file lacks what new students need
-            saved = folder / row_of(key)
-            loaded[key] = self.teacher(plan.seed, key).net if is_stand_in(saved) else load_net(saved, "out")
+            saved = folder / teacher_row_name(key)
+            loaded[key] = self.teacher(plan.seed, key).net if self.kind.is_stand_in(saved) else load_net(saved, "out")
         teacher = merge_teachers(loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_from_teacher(self.config, arm.net)):
             self.made.choose(net, plan.seed, teacher)
         return self.students(plan.seed, plan.arms, teacher)
 
     def check(self) -> None:
-        """Build everything once; under `--zoo`, leave out arms that do not fit the nets, with a line that says why.
+        """Build everything once, before anything is written; `zoo` drops arms that fit no net, with a line each.
 
         Raises:
             BadInput: something can't be trained.
         """
-        session, config, (first, *others) = self.session, self.config, self.config.seeds
+        session, config = self.session, self.config
         trainer = session.checked_trainer()
         check_head_only(session)
         tell_direction(session)
         check_own_settings(session)
-        check_answers(session)
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
-        self.stored.check()
-        for key in self.teachers if self.stored.net(first) is None else []:
-            with session.tokens_of_teacher():
+        self.kind.check()
+        for key in self.teachers if self.kind.stand_in(config.seeds[0]) is None else []:
+            with self.kind.data_of_teacher(session):
                 check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_from_teacher(config, arm.net)):
             check_net(session, net, trainer)
-        with session.tokens_of_teacher():
-            for seed in others if "{seed}" in (config.teacher_ckpt or "") else ():
-                self.teacher(seed)
-            teachers = {key: self.teacher(first, key) for key in self.teachers}
-        trained = {key: module for key, module in teachers.items() if not has_trained_teacher(session, key)}
-        for module in trained.values():  # before it is frozen
-            with (
-                flags_of_teacher(config),
-                session.tokens_of_teacher(),
-                session.batches_of(config.teacher_batch_size),
-            ):
-                session.data.check_replicas(session.replicas(trainer), config.exact)
-                module.check_optimizer(*_count_steps(session, trainer, config.teacher_epochs))
-                check_batch_size(session, module)
-
-        def build(names: Iterable[str]) -> list[Distillation]:
-            built = []
-            with flags_of(self.arms.values()):
-                for group in group_by_teachers([self.arms[name] for name in names]):
-                    shares = group[0].teachers
-                    loaded = {key: copy.deepcopy(teachers[key].net) for key in shares}
-                    students = self.students(first, group, merge_teachers(loaded, shares))
-                    check_modules(session, trainer, *(teachers[key] for key in shares), students)
-                    students.check_data(session.data)
-                    students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
-                    if session.data.packs_texts:
-                        students.check_packed()
-                    students.check_optimizer(*_count_steps(session, trainer))
-                    built.append(students)
-            return built
-
+        teachers = self._check_teachers(trainer)
+        build = partial(self._check_students, trainer, teachers)
         if config.zoo:
-            names = zoo.list_fitting(config, session.parser, self.arms, build)
+            names = resolve_name(ZOO)(config, session.parser, self.arms, build)
             self.arms = {name: self.arms[name] for name in names}
         students = build(self.arms)
-        stages: dict[str, Learner] = {row_of(key): module for key, module in trained.items()}
-        check_batch_size(session, *students)
         check_averages(session, trainer)
         for students_of_one in students:
             check_monitors(session, trainer, students_of_one)
+        trained = {key: module for key, module in teachers.items() if not has_trained_teacher(session, key)}
+        stages: dict[str, Loop] = {teacher_row_name(key): module for key, module in trained.items()}
         check_callbacks(session, trainer, {**stages, "students": students[0]})
+
+    def _check_teachers(self, trainer: Trainer) -> dict[str, LitClassifier]:
+        """Build the first seed's teachers, by the flags that choose them; BadInput if one can't be trained."""
+        session, config, (first, *others) = self.session, self.config, self.config.seeds
+        with self.kind.data_of_teacher(session):
+            for seed in others if "{seed}" in (config.teacher_ckpt or "") else ():
+                note_origins(session, self.teacher(seed).net, seed, self.kind.teacher_source(seed))
+            teachers = {key: self.teacher(first, key) for key in self.teachers}
+            note_origins(session, teachers[TEACHER].net, first, self.kind.teacher_source(first))
+        session.origins |= self.kind.origins(session)
+        for key, module in teachers.items():  # before it is frozen
+            if has_trained_teacher(session, key):
+                continue
+            with (
+                flags_of_teacher(config),
+                self.kind.data_of_teacher(session),
+                session.batches_of(config.teacher_batch_size),
+            ):
+                session.data.check_replicas(session.replicas(trainer), config.exact)
+                module.optimization.check(module, *_count_steps(session, trainer, config.teacher_epochs))
+                check_batch_size(session, module)
+                check_exact_step(session, trainer, module)
+        return teachers
+
+    def _check_students(
+        self, trainer: Trainer, teachers: Mapping[str, LitClassifier], names: Iterable[str]
+    ) -> list[Distillation]:
+        """Build the first seed's students of these names, a module for each choice of teachers; or raise BadInput."""
+        session, built = self.session, []
+        with flags_of(self.arms.values()):
+            for group in group_by_teachers([self.arms[name] for name in names]):
+                shares = group[0].teachers
+                loaded = {key: copy.deepcopy(teachers[key].net) for key in shares}
+                students = self.students(self.config.seeds[0], group, merge_teachers(loaded, shares))
+                check_modules(session, trainer, *(teachers[key] for key in shares), students)
+                students.check_data(session.data)
+                students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
+                students.optimization.check(students, *_count_steps(session, trainer))
+                check_batch_size(session, students)
+                check_exact_step(session, trainer, students)
+                built.append(students)
+        return built
 
     def builder(self, seed: int) -> Builder:
         teacher = self.teacher(seed)
         return lambda arms: self.students(seed, arms, teacher.net)
 
     def before_seed(self, seed: int) -> None:
-        self.stored.take_record(seed)
+        self.kind.before_seed(seed)
 
     def after_seed(self, seed: int) -> None:
-        self.stored.keep_record(seed)
+        self.kind.after_seed(seed)
         if self.config.save_ckpt and is_main_process():
             for name in [*self.teacher_rows, *self.arms]:
                 save_classifier(self.session, seed, name)
@@ -158,7 +189,7 @@ class BakeOff(SideBySide):
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
         of_teacher_alone = is_teacher(plan.arms[0].net)
-        with self.session.tokens_of_teacher() if of_teacher_alone else nullcontext():
+        with self.kind.data_of_teacher(self.session) if of_teacher_alone else nullcontext():
             record = super().fit(plan, plans)
         if of_teacher_alone and (fault := record.fault(plan.name)):
             expected = f"settings that train the {plan.name}; with seed {plan.seed} {fault}"
@@ -170,7 +201,7 @@ class BakeOff(SideBySide):
         return [self.teacher_plan(seed, key) for key in self.teachers]
 
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
-        is_trained, arm = has_trained_teacher(self.session, key), Arm(row_of(key), key)
+        is_trained, arm = has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
         epochs = None if is_trained else teacher_epochs(self.session, key)
         batch_size = self.config.teacher_batch_size
         return FitPlan(seed, arm.name, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
@@ -179,7 +210,7 @@ class BakeOff(SideBySide):
         names = {arm.name for arm in arms}
         for arm in arms:
             if earlier := [peer for peer in arm.objective(self.config).peers if peer not in names]:
-                expected = f"students that begin with it; {earlier[0]} was trained before: take another --out"
+                expected = f"students that begin with it; {earlier[0]} was trained before: take another `out`"
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
 
     def combine(self, records: Sequence[Sequence[FitRecord]]) -> Results:
@@ -194,12 +225,14 @@ class BakeOff(SideBySide):
             [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
             judged_by(self.config, self.session.data),
             variants={name: arm.variant for name, arm in self.arms.items()},
-            taught={name: describe(arm.teachers) for name, arm in self.arms.items() if arm.teachers != BY_TEACHER},
+            taught={
+                name: format_teachers(arm.teachers) for name, arm in self.arms.items() if arm.teachers != BY_TEACHER
+            },
             more_teachers=dict(zip(rows[1:], others, strict=True)),
         )
 
 
-def merge_teachers(loaded: Mapping[str, nn.Module], shares: Shares) -> nn.Module:
+def merge_teachers(loaded: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:
     """Return the one teacher, or the weighted mean of several."""
     return Ensemble([*loaded.values()], [*shares.values()]) if len(loaded) > 1 else next(iter(loaded.values()))
 
@@ -209,18 +242,18 @@ def check_taught(config: Namespace, arms: Mapping[str, Arm], is_pipeline: bool) 
     used = {key for arm in arms.values() for key in arm.teachers}
     for name, choice in vars(config).get(TEACHERS, {}).items():
         if f"{TEACHERS}.{name}" not in used:
-            raise BadInput(f"{TEACHERS}.{name}", choice.name, f"a student that it teaches: --{TAUGHT_BY}.ROW {name}")
+            raise BadInput(f"{TEACHERS}.{name}", choice.name, f"a student that it teaches: `{TAUGHT_BY}.ROW {name}`")
     for arm in arms.values():
         objective = arm.objective(config)
         if len(arm.teachers) > 1 and is_pipeline:
             why = "one teacher under a pipeline, which can't cut the mean of several"
-            raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)
+            raise BadInput(f"{TAUGHT_BY}.{arm.name}", format_teachers(arm.teachers), why)
         if arm.teachers != BY_TEACHER and not objective.uses_teacher:
             why = f"a method that asks a teacher; {arm.method.name} learns without"
-            raise BadInput(f"{TAUGHT_BY}.{arm.name}", describe(arm.teachers), why)
+            raise BadInput(f"{TAUGHT_BY}.{arm.name}", format_teachers(arm.teachers), why)
         for peer in objective.peers:
             if peer in arms and arms[peer].teachers != arm.teachers:
-                expected = f"students with the same teachers, by --{TAUGHT_BY}"
+                expected = f"students with the same teachers, by `{TAUGHT_BY}`"
                 raise BadInput(f"variants.{arm.variant}.peers", peer, expected)
 
 

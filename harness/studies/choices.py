@@ -4,30 +4,38 @@ import copy
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import strategies
+from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from datamodules import InMemoryData
+from datamodules.base import InMemoryData
 from harness import cli
 from harness.cli.classes import import_class
 from harness.runs.nets import Spec, spec
 from harness.runs.session import Session
 from harness.studies.members import choice_spec, is_ensemble, make_members
-from lit_modules import nets
-from lit_modules.learner import Learner
+from lit_modules.nets.attention.form import any_kernel
+from lit_modules.nets.base import Net, cast_inputs, check_fits, check_same_start, pipeline_stages, unwrap_logits
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
+from lit_modules.nets.ensemble import Ensemble
+from lit_modules.nets.from_teacher import FromTeacher
+from lit_modules.nets.identity import Origin
+from lit_modules.nets.layers import check_keeps_apart
 from lit_modules.nets.recorded import Recorded, path_of
 from lit_modules.tasks import Metric, OwnMetric, Task, task_of
+from lit_modules.training.loop import Loop
+from strategies.exact import ExactSteps
 
+FLOAT32 = 4  # bytes
 NARROW = {"16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"}  # precisions of weights
-DEFAULT_METRIC = "accuracy"  # value of `--metric` for what the task itself judges by
+DEFAULT_METRIC = "accuracy"  # value of `metric` for what the task itself judges by
 
 
 def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
@@ -36,25 +44,9 @@ def given_by_data(chosen: Mapping[str, Any]) -> Iterable[str]:
     return data.given_to_nets if issubclass(data, InMemoryData) else InMemoryData.given_to_nets
 
 
-@dataclass(frozen=True)
-class TextSets(cli.Classes):
-    """Data sets to choose from: those whose samples are texts, with a label for each token."""
-
-    task: str = "tokens"
-
-    @property
-    def by_name(self) -> dict[str, type]:
-        return {name: chosen for name, chosen in super().by_name.items() if self._has_tokens(chosen)}
-
-    def find(self, name: Any, key: str) -> tuple[type | str | bool | None, Mapping[str, Any]]:
-        """Find a class by name or import path; BadInput for one of other samples."""
-        chosen, sets = super().find(name, key)
-        if not self._has_tokens(chosen):
-            raise BadInput(key, name, f"texts, with a label for each token: {self.expected(name)}")
-        return chosen, sets
-
-    def _has_tokens(self, chosen: Any) -> bool:
-        return getattr(chosen, "task", None) == self.task
+def has_tokens(chosen: Any) -> bool:
+    """Return whether the samples of a data set are texts, with a label for each token."""
+    return getattr(chosen, "task", None) == "tokens"
 
 
 def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any], double: bool = False) -> nn.Module:
@@ -67,14 +59,14 @@ def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any
         expected = f"a net by itself; {choice.name} is a student of kd.py, made of its teacher's weights"
         raise BadInput(key, choice.name, expected)
     of_ensemble = {"members": make_members(choice, key, seed, arguments)} if is_ensemble(choice) else {}
-    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **of_ensemble)))
+    net: nn.Module = unwrap_logits(with_seed(seed, lambda: cli.build(choice, key, **arguments, **of_ensemble)))
     return net.double() if double else net
 
 
 def build_net(run: Session, key: str, seed: int) -> nn.Module:
     """Build the net chosen under a key for a fit of a run's data; BadInput if it has learnt other classes."""
     net = make_net(run.config, key, seed, run.data.net_arguments, run.is_double)
-    is_trained = isinstance(net, nets.Ensemble)
+    is_trained = isinstance(net, Ensemble)
     match_classes(run, net, key, cli.choice_at(run.config, key).name, trained=not is_trained)
     net_spec(run, key)  # or arguments that net.yaml can't hold are refused
     return net
@@ -82,7 +74,7 @@ def build_net(run: Session, key: str, seed: int) -> nn.Module:
 
 def is_from_teacher(config: Namespace, key: str) -> bool:
     """Return whether the net chosen under a key is made of its teacher's weights."""
-    return issubclass(cli.choice_at(config, key).target, nets.FromTeacher)
+    return issubclass(cli.choice_at(config, key).target, FromTeacher)
 
 
 def net_spec(run: Session, key: str) -> Spec:
@@ -106,7 +98,7 @@ def trained_spec(run: Session, key: str, net: nn.Module, teacher: str = "teacher
 
 
 def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
-    """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Learner."""
+    """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Loop."""
     optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
     if config.scheduler is not None:
         scheduler = cli.scheduler_factory(config.scheduler, "scheduler")
@@ -114,7 +106,7 @@ def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
 
 
 def chosen_task(config: Namespace, data: InMemoryData) -> Task:
-    """Return the data's task, judged by `--metric` if the experiment has it; BadInput for a metric of another task."""
+    """Return the data's task, judged by `metric` if the experiment has it; BadInput for a metric of another task."""
     metric = vars(config).get("metric", DEFAULT_METRIC)
     if isinstance(metric, cli.Choice):
         signature = metric.signature
@@ -176,7 +168,7 @@ def check_expects(data: InMemoryData, expects: Mapping[str, Sequence[float]], ke
     for flag, expected in expects.items():
         value = getattr(data, flag, expected)
         if tuple(value) != tuple(expected):
-            trained_with = f"{list(expected)}, with which the weights of --{key} were trained"
+            trained_with = f"{list(expected)}, with which the weights of `{key}` were trained"
             raise BadInput(f"data.{flag}", list(value), trained_with)
 
 
@@ -186,26 +178,40 @@ def check_net(run: Session, key: str, trainer: Trainer, trained: bool = True) ->
     net = make_net(config, key, config.seeds[0], data.net_arguments, run.is_double)
     if trained:  # a teacher that is loaded may fill the memory once
         again = make_net(config, key, config.seeds[0], data.net_arguments, run.is_double)
-        nets.check_same_start(net, again, key)
-    if isinstance(net, nets.Net):
+        check_same_start(net, again, key)
+    chosen = cli.choice_at(config, key)
+    has_weights = getattr(net, "is_trained", False) or chosen.init_args.get(getattr(net, "trained_if", ""), False)
+    run.origins[key] = Origin.of(net, bool(has_weights))
+    if isinstance(net, Net):
         check_expects(data, net.expects, key)
-        if net.tokenizer is not None:
-            data.check_tokenizer(net.tokenizer, f"--{key}")
-    if data.packs_texts:
+        data.check_net(net, f"`{key}`")
+    if data.packs_samples:
         if isinstance(strategy, strategies.PipelineStrategy):
-            raise BadInput("data.pack", True, "false with --trainer.strategy pipeline, whose stages get tokens alone")
-        for part in net.members.nets if isinstance(net, nets.Ensemble) else [net]:
-            nets.check_keeps_apart(part, key)
+            raise BadInput("data.pack", True, "false with `trainer.strategy pipeline`, whose stages get tokens alone")
+        for part in net.members.nets if isinstance(net, Ensemble) else [net]:
+            check_keeps_apart(part, key)
+    if trained:
+        check_weights_type(net, key)
     logits = *data.label_shape, data.num_classes
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
-    with nullcontext() if strategy.root_device.type == "cpu" else nets.any_kernel(net):
-        nets.check_fits(net, data.example, logits, key, trained)
+    with nullcontext() if strategy.root_device.type == "cpu" else any_kernel(net):
+        check_fits(net, data.example, logits, key, trained)
     if isinstance(strategy, strategies.PipelineStrategy):
-        with cli.refusals(cli.choice_at(config, key), key):
-            nets.pipeline_stages(net, key)
+        with cli.refusals(chosen, key):
+            pipeline_stages(net, key)
 
 
-def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
+def check_weights_type(net: nn.Module, key: str) -> None:
+    """Raise BadInput for a net that trains weights of 16 bits, whose rounding is larger than most steps."""
+    kinds = {p.dtype for p in net.parameters() if p.requires_grad and p.dtype.is_floating_point}
+    if narrow := [kind for kind in kinds if kind.itemsize < FLOAT32]:
+        flag = f"{key}.dtype" if "dtype" in getattr(net, "init_args", {}) else key
+        expected = "float32 for weights that are trained: 16 bits would round most steps away"
+        expected += "; `trainer.precision bf16-mixed` computes in bfloat16 beside them"
+        raise BadInput(flag, str(narrow[0]).removeprefix("torch."), expected)
+
+
+def check_modules(run: Session, trainer: Trainer, *modules: Loop) -> None:
     """Raise BadInput if the strategy can't train one of the modules."""
     if isinstance(trainer.strategy, strategies.DataParallel):
         for module in modules:
@@ -214,37 +220,43 @@ def check_modules(run: Session, trainer: Trainer, *modules: Learner) -> None:
                     trainer.strategy.check_module(module)
             except BadInput as error:
                 option = error.argument.removeprefix("trainer.")
-                if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as --exact
+                if error.__cause__ is not None and option in {"trainer", *vars(run.config)}:  # such as `exact`
                     raise error.__cause__ from None
                 raise
 
 
+def check_exact_step(run: Session, trainer: Trainer, module: Loop) -> None:
+    """Raise BadInput if one step of a module shows that it can't be exact, where it is to be."""
+    strategy, data = trainer.strategy, run.data
+    steps = strategy.steps if isinstance(strategy, strategies.DataParallel) else None
+    if not isinstance(steps, ExactSteps):
+        return
+    first, last = steps.first_shard(module, min(data.batch_size, run.used["train"]))
+    inputs, labels = data.samples("train", torch.arange(first, last), next(module.parameters()).dtype)
+    with nullcontext() if strategy.root_device.type == "cpu" else any_kernel(module):
+        steps.check_step(module, Batch.of((inputs, labels), 0, shared=False))
+
+
 def check_averages(run: Session, trainer: Trainer) -> None:
-    """Raise BadInput if ranks don't have the weights that `--ema` and `--student_seconds` need, or too narrow ones."""
+    """Raise BadInput if ranks don't have the weights that `ema` needs, or too narrow ones."""
     usual = SingleDeviceStrategy, strategies.DDP, strategies.ZeRO1, strategies.FSDP, strategies.HSDP
     strategy, decay = trainer.strategy, vars(run.config).get("ema")
-    if (seconds := vars(run.config).get("student_seconds")) is not None and type(strategy) not in usual[:3]:
-        expected = (
-            f"--trainer.strategy ddp or ddp_zero1, whose ranks can time a step; {type(strategy).__name__}'s can't"
-        )
-        raise BadInput("student_seconds", seconds, expected)
     if decay is not None and str(trainer.precision) in NARROW:
         expected = (
-            "--trainer.precision bf16-mixed or another whose weights have 32 bits: of 16, averages would not move"
+            "`trainer.precision bf16-mixed` or another whose weights have 32 bits: of 16, averages would not move"
         )
         raise BadInput("ema", decay, expected)
     has_whole = type(strategy) in usual and getattr(strategy, "replica_size", 1) == 1
     if decay is not None and not has_whole:
-        expected = "--trainer.strategy ddp, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"
+        expected = "`trainer.strategy ddp`, ddp_zero1, fsdp or hsdp, on whose ranks a net's weights are the same"
         raise BadInput("ema", decay, f"{expected}; {type(strategy).__name__}'s are not")
 
 
-def check_batch_size(run: Session, *modules: Learner) -> None:
+def check_batch_size(run: Session, module: Loop) -> None:
     """Raise BadInput if a module can't be trained as each batch has one row, which has no variance for BatchNorm."""
     if min(run.data.batch_size, run.used["train"]) > 1:
         return
-    for module in modules:
-        try:
-            copy.deepcopy(module).train()(nets.cast_inputs(module, run.data.example[:1]))
-        except ValueError as error:
-            raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None
+    try:
+        copy.deepcopy(module).train()(cast_inputs(module, run.data.example[:1]))
+    except ValueError as error:
+        raise BadInput("data.batch_size", run.data.batch_size, f"at least 2; {reason(error)}") from None

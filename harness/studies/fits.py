@@ -28,35 +28,32 @@ from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord, NetRecord
 from harness.runs.safepoints import AtomicCheckpointIO, SafePoints, Until
 from harness.runs.session import Session
-from harness.runs.taught import BY_TEACHER, TEACHER, is_teacher, row_of
+from harness.runs.teacher_weights import BY_TEACHER, TEACHER, teacher_row_name
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
-from harness.studies.answers import add_answers
-from harness.studies.budgets import StudentBudget
 from harness.studies.choices import judged_by, learner_options, trained_spec
-from harness.studies.mixer_parts import add_parts
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.learner import Learner
+from lit_modules.nets.identity import configurations
 from lit_modules.run_callbacks import BestEpoch, StopRuns
-from lit_modules.run_metrics import RunMetrics
 from lit_modules.schedules import follows_length
+from lit_modules.training.loop import Loop
 
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
-Measure = Callable[[Learner, Arm, str, Fit], NetRecord]  # of an arm, which is this run of the module
+Measure = Callable[[FitPlan, Loop, Arm, str, Fit], NetRecord]  # of an arm, which is this run of the module
 
 
 def fit(
     run: Session,
     plan: FitPlan,
-    build: Callable[[FitPlan], Learner],
+    build: Callable[[FitPlan], Loop],
     plans: Sequence[FitPlan] = (),
     measure: Measure | None = None,
 ) -> FitRecord:
-    """Fit and test what is planned, export its nets and measure their costs, unless that is done; returns the record.
+    """Run a plan: fit, test, export nets, measure costs. Return the record; that of a finished fit is read.
 
     A fit that was finished with fewer epochs goes on from its last checkpoint, if that was kept, and else starts again:
     the bits are the same. A module that is a single run trains the plan's only arm. `plans` are all fits of the run;
@@ -91,13 +88,11 @@ def fit(
             if plan.tested and outcome.seconds is not None and outcome.seconds > LONG:
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
             part = run_of(module, arm)
-            measured = (
+            record.nets[arm.name] = (
                 costs.measure(module, arm, part, outcome, run.data)
                 if measure is None
-                else measure(module, arm, part, outcome)
+                else measure(plan, module, arm, part, outcome)
             )
-            measured = add_parts(run, plan, net, outcome, measured)
-            record.nets[arm.name] = add_answers(run, plan, arm.name, net, outcome, measured)
             if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
@@ -111,10 +106,11 @@ def fit(
     return record
 
 
-def _export(run: Session, plan: FitPlan, module: Learner, arm: Arm, net: nn.Module, spec: dict[str, Any]) -> None:
+def _export(run: Session, plan: FitPlan, module: Loop, arm: Arm, net: nn.Module, spec: dict[str, Any]) -> None:
     """Write an arm's net, and the average of its weights, into its folder."""
-    taught_by = {} if arm.teachers == BY_TEACHER else {row_of(key): w for key, w in arm.teachers.items()}
-    facts, folder = replace(run.net_facts(), taught_by=taught_by), plan.folder(run.out) / arm.name
+    taught_by = {} if arm.teachers == BY_TEACHER else {teacher_row_name(key): w for key, w in arm.teachers.items()}
+    facts = replace(run.net_facts(), taught_by=taught_by, configuration=configurations(net))
+    folder = plan.folder(run.out) / arm.name
     save_net(net, spec, folder, facts)
     if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
         save_net(average, spec, folder / AVERAGE, facts)
@@ -138,7 +134,7 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
         return False
     why = "" if had else "the folder has no checkpoint of it"
     if run.config.trainer.init_args["callbacks"]:
-        why = "--trainer.callbacks may depend on the number of epochs"
+        why = "callbacks may depend on the number of epochs"
     elif (rates := vars(run.config).get("scheduler")) and follows_length(cli.scheduler_factory(rates, "scheduler")):
         why = f"{rates.name} depends on the number of epochs"
     elif had == 1:
@@ -152,7 +148,7 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
 
 
 def fit_and_test(
-    run: Session, plan: FitPlan, module: Learner, score: str = "acc", extended: bool = False, show: Show | None = None
+    run: Session, plan: FitPlan, module: Loop, score: str = "acc", extended: bool = False, show: Show | None = None
 ) -> Fit:
     """Fit the module, from its checkpoint if there is one, then, if it is to be tested, test its last weights once.
 
@@ -178,7 +174,7 @@ def fit_and_test(
         if not plan.is_trained and not _is_finished(module, state, extended):
             with _stop_after_save():
                 callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
-                callbacks += [*run_callbacks(run.config, plan), *([] if plan.until is None else [Until(plan.until)])]
+                callbacks += [*run_callbacks(run.config), *([] if plan.until is None else [Until(plan.until)])]
                 epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
@@ -207,22 +203,20 @@ def fit_and_test(
     return Fit(points["seconds"], points["epochs"], scores, device, forward, samples, best)
 
 
-def _is_finished(module: Learner, state: Mapping[str, Any] | None, extended: bool) -> bool:
+def _is_finished(module: Loop, state: Mapping[str, Any] | None, extended: bool) -> bool:
     """Return whether a checkpoint's fit has ended, and if more epochs are planned, by runs that all have stopped."""
     if state is None or not state["callbacks"]["SafePoints"]["finished"]:
         return False
     return bool(not extended or {*module.failed, *module.stopped} >= {*module.runs})
 
 
-def run_callbacks(config: Namespace, plan: FitPlan) -> list[Callback]:
-    """Make the callbacks of `--best_epoch` and the like, in an experiment that has them."""
+def run_callbacks(config: Namespace) -> list[Callback]:
+    """Make the callbacks of `best_epoch` and the like, in an experiment that has them."""
     settings, callbacks = vars(config), list[Callback]()
     if (monitor := settings.get("best_epoch")) is not None:
         callbacks.append(BestEpoch(monitor))
     if (monitor := settings.get("early_stopping")) is not None:
         callbacks.append(StopRuns(monitor, settings["patience"]))
-    if (seconds := settings.get("student_seconds")) is not None and not is_teacher(plan.arms[0].net):
-        callbacks.append(StudentBudget(seconds))
     return callbacks
 
 
@@ -246,15 +240,15 @@ class SampleWriter(Callback):
         self.path = path
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, RunMetrics):
-            values = pl_module.of_samples()
+        if isinstance(pl_module, Loop):
+            values = pl_module.run_scores.of_samples(pl_module.failed)
             if trainer.is_global_zero:
                 self.path.parent.mkdir(parents=True, exist_ok=True)  # of a loaded net nothing has been written yet
                 with atomic(self.path) as temporary:
                     torch.save(values, temporary)
 
 
-def run_of(module: Learner, arm: Arm) -> str:
+def run_of(module: Loop, arm: Arm) -> str:
     """Return the name of an arm's run in a module of several, "" in a module that is one run."""
     return arm.name if arm.name in module.runs else ""
 

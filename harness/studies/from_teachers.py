@@ -14,7 +14,7 @@ from harness.runs.files import read_text, write_text
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.quiet import notice
 from harness.runs.session import Session
-from lit_modules import nets
+from lit_modules.nets.from_teacher import FromTeacher
 
 MEASURED = 256  # labels, at least, of whole samples
 SECONDS = 15.0  # between two lines of progress
@@ -34,7 +34,7 @@ class FromTeachers:
         """Build the student chosen under a key; BadInput if its options don't fit the teacher."""
         choice = cli.choice_at(self.run.config, key)
         with cli.refusals(choice, key):
-            chosen: nets.FromTeacher = cli.build(choice, key)
+            chosen: FromTeacher = cli.build(choice, key)
             plan = self.plans.get((seed, key)) or chosen.first(teacher)
             return keyed.with_seed(seed, lambda: chosen.make(teacher, plan))  # new layers begin with noise
 
@@ -44,7 +44,7 @@ class FromTeachers:
             return
         run, choice = self.run, cli.choice_at(self.run.config, key)
         with cli.refusals(choice, key):
-            chosen: nets.FromTeacher = cli.build(choice, key)
+            chosen: FromTeacher = cli.build(choice, key)
         path = run.out / f"seed{seed}" / f"{key.replace('.', '-')}.{chosen.kind}.yaml"
         with main_first(f"{chosen.kind} {key} {seed}"):
             if not path.exists() and is_main_process():

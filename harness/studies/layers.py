@@ -1,6 +1,5 @@
 """The layers of an experiment's nets, by the names and paths that objectives take, with the shapes of their outputs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +9,19 @@ from harness import cli
 from harness.reports.tables import NONE, Table
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
+from harness.runs.teacher_weights import TEACHER, TEACHERS
 from harness.studies.choices import check_net, make_net
-from lit_modules import nets
+from lit_modules.nets.attention.form import any_kernel
+from lit_modules.nets.base import cast_inputs
 from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observe, resolve
 
 
-def print_layers(run: Session, keys: Sequence[str]) -> None:
-    """Print a table for each of the nets chosen under these keys; BadInput for one that does not fit the data."""
+def print_layers(run: Session) -> None:
+    """Print a table for each teacher and each student's net of a run; BadInput for one that does not fit the data."""
+    run = run.with_settings(exact=None)  # nothing is trained
     trainer = run.checked_trainer()
-    for key in keys:
+    students = (row.net for row in cli.rows(run.config).values())
+    for key in [TEACHER, *(f"{TEACHERS}.{name}" for name in run.config.teachers), *dict.fromkeys(students)]:
         check_net(run, key, trainer, trained=False)
         net = make_net(run.config, key, run.config.seeds[0], run.data.net_arguments, run.is_double)
         if is_main_process():
@@ -33,8 +36,8 @@ def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:
     named = {name: path for name in _names(net) if (path := resolve(net, name))}
     inputs = {path for path in named.values() if path.endswith(INPUT)}
     watched = modules | {path: modules[path.removesuffix(INPUT)] for path in inputs}
-    with torch.no_grad(), nets.any_kernel(net), observe(watched, inputs) as outputs:
-        net.eval()(nets.cast_inputs(net, example))
+    with torch.no_grad(), any_kernel(net), observe(watched, inputs) as outputs:
+        net.eval()(cast_inputs(net, example))
     lines = [(name, path, _shape(outputs.get(path))) for name, path in named.items()]
     return lines + [(path, type(module).__name__, _shape(outputs.get(path))) for path, module in modules.items()]
 

@@ -12,7 +12,9 @@ from harness import cli
 from harness.runs.nets import Spec, load_net, read_classes, read_expects, read_spec, spec
 from harness.runs.quiet import notice
 from lit_modules import nets
+from lit_modules.nets.base import unwrap_logits
 from lit_modules.nets.classes import classes_of
+from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.weights import load_weights
 
@@ -21,7 +23,7 @@ WEIGHTS = "weights"  # beside class_path: a file of weights
 
 def is_ensemble(choice: cli.Choice) -> bool:
     """Return whether a chosen net is made of trained nets."""
-    return issubclass(choice.target, nets.Ensemble)
+    return issubclass(choice.target, Ensemble)
 
 
 def make_members(choice: cli.Choice, key: str, seed: int, arguments: Mapping[str, Any]) -> list[nn.Module]:
@@ -38,7 +40,7 @@ def _make(entry: Any, flag: str, seed: int, arguments: Mapping[str, Any]) -> nn.
         return load_net(entry, flag)
     member, file = _choose(entry, flag, arguments), entry.get(WEIGHTS)
     of_ensemble = {"members": make_members(member, flag, seed, arguments)} if is_ensemble(member) else {}
-    net: nn.Module = nets.unwrap_logits(with_seed(seed, lambda: cli.build(member, flag, **arguments, **of_ensemble)))
+    net: nn.Module = unwrap_logits(with_seed(seed, lambda: cli.build(member, flag, **arguments, **of_ensemble)))
     if file is not None:
         for line in load_weights(net, str(file), f"{flag}.{WEIGHTS}"):
             notice(f"{flag}: {file}: {line}")

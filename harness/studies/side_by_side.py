@@ -8,12 +8,15 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Self
 
-from harness.reports.combined import combine
-from harness.reports.interactive import save_results
-from harness.reports.pages import text
-from harness.reports.results import Results, Search
+from harness.reports.bakeoff.save import save_results
+from harness.reports.bakeoff.texts import text
+from harness.reports.combine import combine
+from harness.reports.html import Section
+from harness.reports.results import Results
+from harness.reports.search import Search
 from harness.runs import environment, safepoints
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.plans import Arm, Fit, FitPlan, teams
@@ -21,26 +24,31 @@ from harness.runs.records import FitRecord, NetRecord
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_means
 from harness.studies import costs
-from harness.studies.answers import read_answers
 from harness.studies.choices import judged_by
-from harness.studies.fits import fit, is_finished
-from harness.studies.launched import build_launcher, do_work, run_jobs, without_jobs
-from lit_modules.learner import Learner
+from harness.studies.fits import fit
+from harness.studies.kinds import kind_of
+from harness.studies.launcher import find_launcher, without_jobs
+from harness.studies.next_steps import best_student, next_steps
+from lit_modules.training.loop import Loop
 
-Builder = Callable[[Sequence[Arm]], Learner]  # makes the module of some arms
+TUNING = "harness.studies.tuning.halving.Tuning"  # imported where there is a search
+Builder = Callable[[Sequence[Arm]], Loop]  # makes the module of some arms
 
 
 class SideBySide:
     """A comparison of arms; a subclass says what is built.
 
-    `arms` are the arms by name, those of `--only`; after `check` under `--zoo`, those that fit.
+    `arms` are the arms by name, those of `only`; after `check` under `zoo`, those that fit; in the end
+    those with the best settings of a search.
     """
 
     keeps_checkpoints: ClassVar[bool] = True  # from which a fit goes on, if it gets more epochs
 
     def __init__(self, session: Session, arms: Mapping[str, Arm]) -> None:
         self.session, self.arms = session, dict(arms)
-        self.launcher = build_launcher(session)
+        self.kind = kind_of(session, self.arms.values())
+        self.launcher = find_launcher(session)
+        self.tuning: Any = None  # the search for the arms' settings, after `prepare`
         self.failed: dict[str, str] = {}  # of the first seed, where losses were not finite; in the main process alone
 
     @property
@@ -52,7 +60,7 @@ class SideBySide:
         """The rows of the table above those of the arms."""
         return []
 
-    def build(self, plan: FitPlan) -> Learner:
+    def build(self, plan: FitPlan) -> Loop:
         """Build the module of a fit."""
         raise NotImplementedError
 
@@ -70,15 +78,39 @@ class SideBySide:
     def after_seed(self, seed: int) -> None:
         """Keep what a seed's fits have left."""
 
+    def check(self) -> None:
+        """Build everything once; BadInput if something can't be trained."""
+        raise NotImplementedError
+
+    def prepare(self) -> Self:
+        """Check everything, and the search of `tune`; BadInput if something can't be trained."""
+        self.check()
+        if self.config.tune:
+            self.tuning = resolve_name(TUNING)(self)
+            self.tuning.check()
+        return self
+
     def check_company(self, arms: Sequence[Arm]) -> None:
         """Raise BadInput if arms can't train in one fit."""
 
-    def measure(self, module: Learner, arm: Arm, run: str, outcome: Fit) -> NetRecord:
+    def measure(self, module: Loop, arm: Arm, run: str, outcome: Fit) -> NetRecord:
         """Measure an arm's scores and costs after its fit."""
-        return costs.measure(module, arm, run, outcome, self.session.data)
+        return costs.measure(module, arm, run, outcome, self.session.data, self.kind.count_training)
 
-    def run(self, search: Search | None = None) -> None:
-        """Train and test the arms for each seed, then print and save the table, and what a search found."""
+    def _measure(self, plan: FitPlan, module: Loop, arm: Arm, run: str, outcome: Fit) -> NetRecord:
+        record = self.measure(module, arm, run, outcome)
+        return self.kind.add_figures(self.session, plan, arm, module.net_of(run), outcome, record)
+
+    def sections(self, results: Results) -> list[Section]:
+        """Return sections of report.html beside those of any comparison."""
+        return self.kind.sections(self.session, results)
+
+    def run(self) -> None:
+        """Search for settings if that is asked for; train and test the arms for each seed; print and save the table."""
+        search: Search | None = None
+        if self.tuning is not None:
+            self.arms = self.tuning.search()
+            search = self.tuning.facts()
         seeds, names = self.config.seeds, [*self.teacher_rows, *self.arms]
         with main_first("students"):
             for seed in seeds:
@@ -97,25 +129,15 @@ class SideBySide:
             log_means(self.session, names)
             self._report(list(records.values()), search)
 
-    def launch(self, plans: Iterable[FitPlan]) -> None:
-        """With `--launcher`, run the fits that are not finished as jobs; `fit` then has their records."""
+    def launch(self, plans: Sequence[FitPlan]) -> None:
+        """With `launcher`, run the fits that are not finished as jobs; `fit` then has their records."""
         if self.launcher is not None:
-            missing = [plan for plan in plans if not is_finished(self.session, plan)]
-            run_jobs(self.session, self.launcher, type(self), missing)
-
-    def do_job(self) -> None:
-        """Fit what this process is to, as a job of a launcher."""
-
-        def work(session: Session, plan: FitPlan) -> None:
-            self.session = session
-            self.fit(plan)
-
-        do_work(self.session, work)
+            self.launcher.run(self.session, type(self), plans)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done."""
         with without_jobs(self.session, plan), self.session.batches_of(plan.batch_size):
-            return fit(self.session, plan, self.build, plans, self.measure)
+            return fit(self.session, plan, self.build, plans, self._measure)
 
     def plans(self, seed: int) -> list[FitPlan]:
         """Plan a seed's fits: those before the arms', those of arms that the folder has, and one of arms that are new.
@@ -144,7 +166,7 @@ class SideBySide:
         raise AssertionError("there are always more names")
 
     def _divide(self, new: Mapping[str, Arm]) -> list[tuple[Arm, ...]]:
-        """Divide arms that have no fit yet into fits: those of other teachers, and by `--launcher.students`.
+        """Divide arms that have no fit yet into fits: those of other teachers, and by `launcher.students`.
 
         Arms of a team share one.
         """
@@ -179,9 +201,8 @@ class SideBySide:
         session, data = self.session, self.session.data
         results = self.combine(records)
         results.classes, results.search, out = list(data.class_names), search, session.out
-        answers = read_answers(out / f"seed{results.seeds[0]}", results.nets)
-        save_results(out, results, data.test_images, environment.commands(out), answers)
-        print(f"{text(results)}\n\n{out}/report.html, results.md, .png, .json; curves: tensorboard --logdir {out}")
+        save_results(out, results, data.test_images, environment.commands(out), self.sections(results))
+        print(f"{text(results)}\n\n{next_steps(session, self.kind, best_student(results))}")
 
 
 def group_by_teachers(arms: Iterable[Arm]) -> list[list[Arm]]:

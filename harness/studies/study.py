@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from apprentice.errors import BadInput
-from harness.cli.messages import one_line
+from harness.cli.messages import GOES_ON, as_flags, one_line
 from harness.reports.report import Report
 from harness.runs import environment, signals
 from harness.runs.files import read_text, write_json
@@ -79,11 +79,11 @@ class Study(Generic[Row]):
         for key in FIXED:
             if key in now and (was := before["config"]["trainer"][key]) != now[key]:
                 old, new = (value["class_path"] if isinstance(value, dict) else value for value in (was, now[key]))
-                raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another --out")
+                raise BadInput(f"trainer.{key}", new, f"{old}, as {rows}; leave it out, or take another `out`")
         here, there = ({**part["hardware"], "torch": part["versions"]["torch"]} for part in (self.header, before))
         names = [name for name in (*MACHINE, *how, "torch") if there.get(name) != here.get(name)]
         if differ := [f"{name} {there.get(name)}, not {here.get(name)}" for name in names]:
-            expected = f"the machine on which {rows}: {'; '.join(differ)}; or take another --out"
+            expected = f"the machine on which {rows}: {'; '.join(differ)}; or take another `out`"
             raise BadInput("resume", "true", expected)
 
     def line(self, row: Row) -> str:
@@ -114,14 +114,15 @@ class Study(Generic[Row]):
         if line is None:
             last = (str(error).strip().splitlines() or [""])[-1]
             line = last if "rror: " in last else f"{type(error).__name__}: {last}"
-        line = " ".join(line.partition("; --out FOLDER")[0].split())  # there is no checkpoint to go on from
+        line = " ".join(line.partition(f"; {GOES_ON}")[0].split())  # there is no checkpoint to go on from
         self.failed |= dict.fromkeys([name, *others], line)
         counted = f" and {len(others)} more" if others else ""
         sys.stderr.write(f"{name}{counted} failed: {line}\n")
 
     def missing(self, skipped: Mapping[str, str]) -> dict[str, str]:
         """Return reasons, by name, why cases are not in the table: skipped ones, then failed ones."""
-        return {**skipped, **{name: f"failed: {line}" for name, line in self.failed.items()}}
+        why = {name: as_flags(reason, self.parser) for name, reason in skipped.items()}
+        return {**why, **{name: f"failed: {line}" for name, line in self.failed.items()}}
 
     def measure(self, cases: Mapping[str, Callable[[], Row | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from apprentice.errors import BadInput, reason
 from harness import cli
@@ -14,13 +15,20 @@ from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
+from lit_modules.objectives.base import Objective
+from lit_modules.objectives.sum import Sum
 
-SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in --only
+SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
 
 
 def named(variants: Mapping[str, str]) -> dict[str, str]:
-    """List the methods that `--only` may name beside the variants, by their names in `methods` and short ones."""
+    """List the methods that `only` may name beside the variants, by their names in `methods` and short ones."""
     return {name: method for name, method in {**methods(variants), **SHORT}.items() if name not in variants}
+
+
+def recipes_of_one(variants: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return for each of these names the settings by which a run has its method."""
+    return {name: {"variants": {name: method}} for name, method in named(variants).items()}
 
 
 def methods(variants: Mapping[str, str]) -> dict[str, str]:
@@ -33,8 +41,8 @@ def needs() -> dict[str, list[str]]:
     """List the options without a default of each method, by its class's name; a Sum is none by itself."""
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
-        for name, method in Classes((objectives.Objective,), objectives).by_name.items()
-        if method is not objectives.Sum
+        for name, method in Classes((Objective,), objectives).by_name.items()
+        if method is not Sum
     }
 
 
@@ -52,7 +60,8 @@ def list_fitting(
     chosen = {choice.name for choice in config.variants.values()}
     for method, missing in needs().items():
         if missing and method not in chosen and config.only is None:
-            notice(f"without {method.lower()}: expected --variants.NAME {method} with its {join_words(missing)}")
+            line = f"without {method.lower()}: expected `variants.NAME {method}` with its {join_words(missing)}"
+            notice(cli.as_flags(line, parser))
 
     def is_asked_for(name: str, arm: Arm) -> bool:
         of_recipe = below(f"variants.{arm.variant}", RECIPES[config.recipe]) if config.recipe else {}

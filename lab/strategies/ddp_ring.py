@@ -10,7 +10,7 @@ from strategies.ddp import DDP
 class DDPRing(DDP):
     """DDP that sends gradients around a ring, from one rank to the next: see `lab/strategies/ring`.
 
-    All else is `ddp`, including its options and `--exact`. The ring needs tensors in a CPU's memory.
+    All else is `ddp`, including its options and `exact`. The ring needs tensors in a CPU's memory.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.optim import Optimizer
 
+from apprentice.contract import layout_of
 from apprentice.errors import BadInput
 from strategies.ddp import DDP, SET_BY_HOOK
 
@@ -46,10 +47,8 @@ class LocalSGD(DDP):
 
     def check_module(self, module: LightningModule) -> None:
         super().check_module(module)
-        if getattr(module, "may_write_ahead", False):
-            raise BadInput(
-                "strategy", type(self).__name__, "methods with every 1, or another: ranks have other weights"
-            )
+        if unless := layout_of(module).equal_weights_unless:
+            raise BadInput("strategy", type(self).__name__, f"{unless}, or another: ranks have other weights")
 
     def _enable_model_averaging(self) -> None:
         """Not used: Lightning's averaging restarts its count of steps after a resume."""

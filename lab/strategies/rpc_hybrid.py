@@ -17,8 +17,10 @@ from torch.distributed import autograd, rpc
 from torch.optim import Optimizer
 
 from apprentice import keyed, replicas
+from apprentice.contract import HasStages
 from apprentice.errors import BadInput
 from apprentice.private import tree_map, tree_map_only
+from apprentice.weights import FEW, list_keys
 from lab.strategies.rpc import (
     LocalOptimizer,
     RPCStrategy,
@@ -108,9 +110,9 @@ class RPCHybrid(RPCStrategy, SharedReplica):
     def _cut(self, module: LightningModule, count: int) -> list[list[nn.Module]]:
         """Cut the module into stages with about as many parameters each; BadInput where that can't be."""
         name = type(module).__name__
-        if not callable(getattr(module, "pipeline_stages", None)):
+        if not isinstance(module, HasStages):
             raise BadInput("devices_per_worker", count, f"a module with pipeline_stages; {name} has none")
-        modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
+        modules = list(module.pipeline_stages())
         if len(modules) < count:
             raise BadInput("devices_per_worker", count, f"at most the {len(modules)} stages of {name}")
         groups = stages.group_modules(modules, stages.sizes_by_parameters(modules, range(count)))
@@ -128,7 +130,7 @@ class RPCHybrid(RPCStrategy, SharedReplica):
         self._noise = RankRandomState(self.global_rank)
         self._reduce_metrics(self._local_group)
         if plain := [name for name in stages.batch_norms(module) if type(module.get_submodule(name)) in PLAIN]:
-            rank_zero_warn(f"{', '.join(plain)}: BatchNorm sees the rows of one worker, not the batch")
+            rank_zero_warn(f"{list_keys(plain, FEW)}: BatchNorm sees the rows of one worker, not the batch")
         super().setup(trainer)
         optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
         self._check_optimizers()

@@ -15,13 +15,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, Timer
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
+from apprentice.children import end_with_parent
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs import environment, signals
 from harness.runs.files import write_json
 from harness.runs.trainer import MakeTrainer, trainer_factory
 from strategies.base import failures
-from strategies.base.launchers import end_with_parent
+from strategies.base.private import callbacks_of
 
 T = TypeVar("T")
 PATIENCE = 3.0  # seconds until a process that should end is killed
@@ -186,10 +187,9 @@ def probe(choice: cli.Choice, strategy: Any, left_out: Mapping[str, str]) -> Tra
     }
     for key, reason in reasons.items():
         if (value := choice.init_args[key]) not in (None, False, -1):  # it may have no hash
-            raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"it left out: {reason}")
+            raise BadInput(f"trainer.{key}", getattr(value, "name", value), f"not allowed, as {reason}")
     trainer = with_strategy(choice, strategy)()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, CHANGING):
             expected = "one that changes nothing; all rows are trained alike"
             raise BadInput("trainer.callbacks", type(callback).__name__, expected)

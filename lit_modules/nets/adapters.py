@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.extras import need
+from lit_modules.nets.attention.precision import widen
 
 SCALE = 2  # alpha / rank
 
@@ -23,6 +24,9 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     need("language", "peft")
     peft = importlib.import_module("peft")
     peft.inject_adapter_in_model(adapter_config(rank), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # of the type of the layers beside them, whose rounding is larger than most steps
+            parameter.data = widen(parameter.data)
 
 
 def adapter_config(rank: int) -> Any:

@@ -6,50 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.tokens import TokenGrid
 
 Shape = tuple[int, int, int]  # (C, H, W)
 Norm = Literal["batch", "group"]
-
-
-class Outputs(NamedTuple):
-    """A net's outputs for b inputs: logits (b, ..., classes), and features of the requested layers by path."""
-
-    logits: Tensor
-    features: dict[str, Tensor]
-
-    def with_features(self, features: Mapping[str, Tensor]) -> "Outputs":
-        """Return these outputs with features added or replaced."""
-        return self._replace(features={**self.features, **features})
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
-        """Apply a function to the logits and to each feature, in this order."""
-        return Outputs(function(self.logits), {path: function(x) for path, x in self.features.items()})
-
-    def tensors(self) -> list[Tensor]:
-        """Return the logits and the features."""
-        return [self.logits, *self.features.values()]
-
-    def widen(self) -> "Outputs":
-        """Cast 16-bit types to float32."""
-        return self.map(widen)
-
-    def match_dtype(self, net: nn.Module) -> "Outputs":
-        """Cast another net's float64 outputs to float32, unless this net's parameters are float64."""
-        if all(x.dtype != torch.float64 for x in self.tensors()):
-            return self
-        if any(p.dtype == torch.float64 for p in net.parameters()):
-            return self
-        return self.map(lambda x: x.float() if x.dtype == torch.float64 else x)
 
 
 class Net(Recorded, nn.Module):
@@ -69,6 +37,7 @@ class Net(Recorded, nn.Module):
         head_layers: the linear layers that give the logits, if more than the last one after `pooled_layer`.
         inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
         is_trained: whether it consists of trained nets, and is not trained itself.
+        is_comparable: whether its logits are of a student's classes, one by one.
         trained_if: the option by which its weights are trained ones; "" for none.
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
             weights, or those of the head, are new.
@@ -84,6 +53,7 @@ class Net(Recorded, nn.Module):
     head_layers: tuple[str, ...] = ()
     inner: ClassVar[str] = ""
     is_trained: bool = False
+    is_comparable: bool = True
     trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
@@ -111,8 +81,10 @@ def check_widths(widths: Sequence[int], count: int) -> Sequence[int]:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise BadInput for the first size that is less than 1."""
+    """Raise BadInput for the first size that is less than 1, or no whole number."""
     for name, size in sizes.items():
+        if isinstance(size, float):
+            raise BadInput(name, size, "a whole number")
         if size < 1:
             raise BadInput(name, size, "at least 1")
 
@@ -142,6 +114,22 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3))
+
+
+def check_tokens(tokens: Tensor, starts: Tensor | None = None) -> None:
+    """Raise BadInput unless tokens are whole numbers (B, T), and `starts` the places of their texts' first ones."""
+    for name, x in (("tokens", tokens), ("starts", starts)):
+        if x is not None and (x.dtype == torch.bool or x.dim() != 2 or not _is_whole(x)):
+            kind = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            raise BadInput(name, kind, "whole numbers (B, T)")
+    if starts is not None and starts.shape != tokens.shape:
+        raise BadInput("starts", tuple(starts.shape), f"the shape of tokens, {tuple(tokens.shape)}")
+
+
+def _is_whole(x: Tensor) -> bool:
+    if not x.is_floating_point():
+        return True
+    return not torch.compiler.is_compiling() and (x.is_meta or torch.equal(x, x.trunc()))
 
 
 def cast_inputs(net: nn.Module, inputs: Tensor) -> Tensor:

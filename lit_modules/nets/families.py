@@ -128,6 +128,7 @@ def _write_mistral(settings: Settings) -> Settings:
 
 
 def _read_qwen3(config: Any) -> Settings:
+    _expect(config, attention_bias=(False,))
     return _read_llama(config) | {"qk_norm": True} | _read_windows(config)
 
 
@@ -137,6 +138,7 @@ def _write_qwen3(settings: Settings) -> Settings:
 
 
 def _read_gemma2(config: Any) -> Settings:
+    _expect(config, attention_bias=(False,))
     settings = _read_llama(_Renamed(config, hidden_act={"gelu_pytorch_tanh": "silu"}.get(config.hidden_activation, "")))
     return settings | _read_windows(config) | {
         "mlp": "geglu", "norm_place": "sandwich", "unit_offset": True, "scale_embedding": True,
@@ -146,9 +148,9 @@ def _read_gemma2(config: Any) -> Settings:
 
 
 def _write_gemma2(settings: Settings) -> Settings:
-    scalar = settings["scale"] ** -2
+    scalar = max(round(settings["scale"] ** -2), 1)  # an integer, of which `fit_family` sees whether it is the scale
     return _without_bias(settings) | _write_windows(settings) | {
-        "query_pre_attn_scalar": round(scalar) if abs(round(scalar) - scalar) < 1e-9 * scalar else scalar,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": settings["softcap"], "final_logit_softcapping": settings["final_softcap"],
     }  # fmt: skip
 
@@ -273,12 +275,18 @@ def fit_family(settings: Settings, defaults: Settings, transformers: Any) -> tup
 
 
 def from_family(net: nn.Module, model: nn.Module, names: Names) -> dict[str, Tensor]:
-    """Return the state dict of GPT `net` from the weights of a model of this family."""
+    """Return the state dict of GPT `net` from the weights of a model of this family; BadInput if it has other ones."""
     theirs, state = model.state_dict(), {}
+    left = {path for path, _ in model.named_parameters()}
     for key in net.state_dict():
         paths, is_transposed = names.of(key)
+        if missing := [path for path in paths if path not in theirs]:
+            raise BadInput("model", type(model).__name__, f"a model with {missing[0]}")
+        left -= {*paths}
         value = torch.cat([theirs[path] for path in paths]) if len(paths) > 1 else theirs[paths[0]]
         state[key] = value.T if is_transposed else value
+    if left:
+        raise BadInput("model", type(model).__name__, f"a model without {min(left)}")
     return state
 
 

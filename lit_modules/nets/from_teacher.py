@@ -1,12 +1,14 @@
 """Students that are made of their teacher's own weights."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from lit_modules.nets.base import Net
-from lit_modules.nets.importance import Say
+
+Say = Callable[[str], None]  # takes a line about how far a measurement is
 
 
 class FromTeacher(Net, ABC):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import keyed
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.base import evaluating
 
@@ -78,8 +78,9 @@ def generate(
 ) -> Generated:  # fmt: skip
     """Continue prompts, each by the draws of its key: other rows change a row by the rounding of logits only.
 
-    The net is in eval mode and without gradients meanwhile. One with `decoder(capacity, padding)` caches what it has
-    computed; any other net from tokens (b, T) to logits (b, T, V) computes all tokens again for each new one.
+    The net is in eval mode and without gradients meanwhile. One whose `decoder(capacity, padding)` is not None caches
+    what it has computed; any other net from tokens (b, T) to logits (b, T, V) computes all tokens again for each new
+    one.
 
     Args:
         net: tokens to logits; texts do not grow beyond its `block_size`, if it has one that is not None.
@@ -140,7 +141,8 @@ def _write(
 
 def _decoder(net: nn.Module, capacity: int, padding: Tensor | None, cached: bool = True) -> Decoder:
     make: Any = getattr(net, "decoder", None) if cached else None
-    return _Recomputing(net, padding) if make is None else make(capacity, padding)
+    decoder: Decoder | None = None if make is None else make(capacity, padding)
+    return decoder or _Recomputing(net, padding)
 
 
 class _Recomputing:
@@ -162,19 +164,30 @@ class _Recomputing:
 
 
 @torch.no_grad()
-def check_writer(net: nn.Module, flag: str = "net") -> None:
-    """Raise BadInput unless the net writes: tokens to logits (b, T, V), and its decoder gives those of one pass."""
-    texts, lengths, name = torch.tensor([[0, 1, 0], [1, 0, 0]]), torch.tensor([3, 1]), type(net).__name__
-    texts = texts.to(next(net.parameters()).device)
+def check_writer(net: nn.Module, flag: str = "net", padded: bool = True) -> None:
+    """Raise BadInput unless the net writes: tokens to logits (b, T, V), and its decoder gives those of one pass.
+
+    Args:
+        net: which may be a user's own.
+        flag: by which it was chosen.
+        padded: whether texts of unequal lengths are tried.
+    """
+    device, name = next(net.parameters()).device, type(net).__name__
+    texts, lengths = torch.tensor([[0, 1, 0], [1, 0, 0]], device=device), torch.tensor([3, 1 if padded else 3])
     with evaluating(net):
         logits = net(texts)
         if logits.dim() != 3 or logits.shape[:2] != texts.shape:
             raise BadInput(flag, name, f"a language model, with logits (b, T, V); it gives {tuple(logits.shape)}")
         start, padding = _align(texts, lengths)
-        decoder = _decoder(net, 4, padding)
-        first, second = decoder(start), decoder(texts.new_tensor([[0], [0]]))
-        expected = net(torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]], device=texts.device))
-    pairs = [(first, expected[[0, 1], [2, 0]]), (second, expected[[0, 1], [3, 1]])]
+        try:
+            decoder = _decoder(net, 4, padding)
+            first, second = decoder(start), decoder(texts.new_tensor([[0], [0]]))
+        except Exception as error:  # noqa: BLE001 - whatever a user's mixer does with a cache
+            raise BadInput(flag, name, f"a net that continues texts; it says: {reason(error)}") from None
+        expected = net(torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]], device=device))
+    ends = [int(length) - 1 for length in lengths]
+    pairs = [(first, expected[[0, 1], ends]), (second, expected[[0, 1], [end + 1 for end in ends]])]
     errors = [(widen(a).log_softmax(-1) - widen(b).log_softmax(-1)).abs().max() for a, b in pairs]
     if not max(errors) < max(TOLERANCE, ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max())):
-        raise BadInput(flag, name, "a model whose cached keys and values of padded texts give the logits of one pass")
+        of_texts = "of padded texts " if padded else ""
+        raise BadInput(flag, name, f"a model whose cached keys and values {of_texts}give the logits of one pass")

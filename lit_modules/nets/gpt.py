@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from apprentice.gguf import model_folder
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, FeatureMap, mask_texts
-from lit_modules.nets.base import check_sizes
+from lit_modules.nets.attention.masks import mask_texts
+from lit_modules.nets.base import check_sizes, check_tokens
+from lit_modules.nets.block_options import BlockOptions, takes_block_options
+from lit_modules.nets.blocks import make_block, make_last_norm
 from lit_modules.nets.families import FAMILIES, family_of, fit_family, from_family, to_family
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
 from lit_modules.nets.hugging_face import import_transformers
-from lit_modules.nets.mixers import Blocks, MixerName, Mixers, TokenPosition
-from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP
-from lit_modules.nets.norms import TokenNorm
-from lit_modules.nets.transformer import NormPlace, Transformer
+from lit_modules.nets.mixers import CachedMixer, MeasuredMixer
+from lit_modules.nets.mlps import MixtureOfExperts
+from lit_modules.nets.transformer import Transformer
 
 STD = 0.02  # of GPT-2's initial weights
 
@@ -40,46 +40,15 @@ class GPT(Transformer):
         dropout: probability of a zero in embeddings and residual branches; keyed.
         bias: whether projections and norms have a bias; the head has none.
         tie_weights: whether the head's weight is the tokens' embedding. A pipeline needs False.
-        attention_dropout: probability of a zero attention weight; keyed, but for a kernel that is chosen by its name.
-        backend: the attention kernel, see `SelfAttention`.
-        mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
-            gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a
-            window (64) and linear beyond it (LoLCATs).
-        softmax_every: beside such a mixer, every n-th block has softmax attention; null for none.
-        softmax_layers: beside such a mixer, the blocks that have softmax attention; the first is 0.
-        conv: width of the short convolution of linear, gated and delta, 0 for none; null: 4 of delta, 0 of the others.
-        feature_map: elu, hedgehog or taylor; null: elu of linear, hedgehog of windowed.
-        num_kv_heads: heads of keys and values, a divisor of `num_heads`; 1 is multi-query; null for as many.
-        head_dim: width of a head; null for `embed_dim` / `num_heads`.
-        position: learned positions are added to tokens; rotary ones turn queries and keys; alibi lowers scores by
-            distance; null for none.
-        rope_base: of rotary positions' frequencies.
-        rope_scaling: of rotary positions beyond the texts of pretraining, as transformers' `rope_parameters`.
-        window: a token attends to itself and the `window` - 1 before it; null for all.
-        full_every: with a window, every n-th block attends to all tokens; null for none (Gemma 2: 2).
-        sinks: with a window, a text's first tokens to which all attend.
-        qk_norm: whether queries and keys of each head are normed (Qwen3).
-        softcap: c of scores c · tanh(score / c) (Gemma 2: 50); null for none.
-        final_softcap: the same of logits (Gemma 2: 30).
-        gate: whether heads' outputs are multiplied by sigmoids of the token.
-        scale: of scores; null for 1 / √head_dim.
-        norm: layer norm or rms.
-        norm_place: pre, post (after each sum) or sandwich (before and after each part, Gemma 2).
-        norm_eps: epsilon of the norms.
-        unit_offset: RMS norms multiply by 1 + weight (Gemma).
-        mlp: gelu, gelu_tanh (GPT-2's), swiglu (Llama), geglu (Gemma) or moe, a mixture of SwiGLU experts.
-        hidden: width of the MLP, or of each expert; null: 4 D, if gated 8 D / 3.
-        experts: of a mixture.
-        top_k: experts that a token goes through.
-        renormalise: whether the weights of a token's experts sum to 1 (Mixtral).
-        router_noise: in training routers' inputs are multiplied by 1 ± this; keyed.
-        balance: weight of the loss that balances experts' loads, over the global batch (Switch: 0.01).
+        final_softcap: c of logits c · tanh(logit / c) (Gemma 2: 30); null for none.
         scale_embedding: multiply tokens' embeddings by √D (Gemma).
+        options: those of `BlockOptions`.
     """
 
     feature_layer = "norm"
     pooled_layer = "head<"
 
+    @takes_block_options(without=["mlp_ratio"])
     def __init__(
         self,
         vocab_size: int,
@@ -90,63 +59,26 @@ class GPT(Transformer):
         dropout: float = 0.0,
         bias: bool = True,
         tie_weights: bool = True,
-        attention_dropout: float = 0.0,
-        backend: Backend = "auto",
-        mixer: MixerName = "softmax",
-        softmax_every: int | None = None,
-        softmax_layers: list[int] | None = None,
-        conv: int | None = None,
-        feature_map: FeatureMap | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        position: TokenPosition | None = "learned",
-        rope_base: float = 10000.0,
-        rope_scaling: dict[str, Any] | None = None,
-        window: int | None = None,
-        full_every: int | None = None,
-        sinks: int = 0,
-        qk_norm: bool = False,
-        softcap: float | None = None,
         final_softcap: float | None = None,
-        gate: bool = False,
-        scale: float | None = None,
-        norm: TokenNorm = "layer",
-        norm_place: NormPlace = "pre",
-        norm_eps: float = 1e-5,
-        unit_offset: bool = False,
-        mlp: TokenMLP = "gelu",
-        hidden: int | None = None,
-        experts: int = 8,
-        top_k: int = 2,
-        renormalise: bool = True,
-        router_noise: float = 0.0,
-        balance: float = 0.01,
         scale_embedding: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, num_layers=num_layers, embed_dim=embed_dim)
-        if not 0 <= attention_dropout < 1:
-            raise BadInput("attention_dropout", attention_dropout, "at least 0, less than 1")
         if final_softcap is not None and not final_softcap > 0:
             raise BadInput("final_softcap", final_softcap, "above 0, or null")
-        if softmax_layers and max(softmax_layers) >= num_layers:
-            raise BadInput("softmax_layers", softmax_layers, f"blocks from 0 to {num_layers - 1}")
+        parts = BlockOptions(
+            embed_dim=embed_dim, num_heads=num_heads, causal=True, dropout=dropout, bias=bias, **options
+        )
+        if parts.softmax_layers and max(parts.softmax_layers) >= num_layers:
+            raise BadInput("softmax_layers", parts.softmax_layers, f"blocks from 0 to {num_layers - 1}")
         self.block_size, self.tie_weights = block_size, tie_weights
-        mixers = Mixers(
-            embed_dim, num_heads, True, attention_dropout, bias, backend, mixer, softmax_every, softmax_layers, conv,
-            feature_map, num_kv_heads, head_dim, position, rope_base, rope_scaling, window, full_every, sinks, qk_norm,
-            softcap, gate, scale,
-        )  # fmt: skip
-        options = Blocks(
-            mixers, dropout, norm, norm_place, norm_eps, unit_offset, mlp, 4, hidden, experts, top_k, renormalise,
-            router_noise, balance,
-        )  # fmt: skip
-        places = block_size if position == "learned" else 0
+        places = block_size if parts.position == "learned" else 0
         factor = math.sqrt(embed_dim) if scale_embedding else 1.0
         self.embedding = _Embedding(vocab_size, block_size, places, embed_dim, dropout, factor)
-        self.blocks = nn.ModuleList(options.make(number) for number in range(num_layers))
+        self.blocks = nn.ModuleList(make_block(parts, number) for number in range(num_layers))
         self.stages = tuple(f"blocks.{number}" for number in range(num_layers))
-        self.norm = options.last_norm()
+        self.norm = make_last_norm(parts)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         self.cap = None if final_softcap is None else SoftCap(final_softcap)
         self._draw_weights(num_layers)
@@ -173,8 +105,8 @@ class GPT(Transformer):
         """
         if isinstance(model, str | Path):
             with import_transformers(str(model), "a causal language model") as transformers:
-                kind, folder = transformers.AutoModelForCausalLM, model_folder(str(model))
-                model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+                kind = transformers.AutoModelForCausalLM
+                model = kind.from_pretrained(str(model), dtype=torch.float32, trust_remote_code=False)
         family = family_of(model.config)
         net = cls(**{**family.read(model.config), **options}).to(next(model.parameters()).dtype)
         net.load_state_dict(from_family(net, model, family.names))
@@ -212,11 +144,12 @@ class GPT(Transformer):
                 nn.init.normal_(parameter, std=STD / math.sqrt(2 * num_layers))
 
     def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type; BadInput if T is more than the block size.
+        """Logits (B, T, V) of tokens (B, T), whole numbers; BadInput for others, or more than the block size.
 
         Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
         texts don't attend to one another.
         """
+        check_tokens(tokens, starts)
         x, mask = self.embedding(tokens, starts=starts), None if starts is None else mask_texts(starts)  # (B, T, D)
         for block in self.blocks:
             x = block(x) if mask is None else block(x, mask=mask)
@@ -254,7 +187,7 @@ class GPT(Transformer):
         Draws depend on seed, row and position alone, so other rows change a row by rounding only.
 
         Args:
-            tokens: (B, t) int64, the prompts, 1 to `block_size` tokens.
+            tokens: (B, t) integers, the prompts, 1 to `block_size` tokens.
             length: new tokens at most; default: up to the block size.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: draw from this many of the likeliest tokens; default: from all.
@@ -269,7 +202,8 @@ class GPT(Transformer):
         """
         if length is not None and length < 0:
             raise BadInput("length", length, "0 or more tokens")
-        sampling, (rows, start) = Sampling(temperature, top_k), tokens.shape
+        check_tokens(tokens)
+        sampling, tokens, (rows, start) = Sampling(temperature, top_k), tokens.long(), tokens.shape
         room = self.block_size - start
         if not start or room < 0:
             raise BadInput("tokens", tuple(tokens.shape), f"prompts of 1 to {self.block_size} tokens")
@@ -278,17 +212,26 @@ class GPT(Transformer):
         written = generate(self, tokens, lengths, count, keys, sampling, cached=cached).tokens
         return torch.cat([tokens, written], 1)
 
-    def decoder(self, capacity: int, padding: Tensor | None) -> Decoder:
-        """Return what `generate` of `lit_modules.nets.generation` asks for the next logits."""
-        return partial(self._last, caches=[mixer.new_cache(capacity, padding) for mixer in self._mixers])
+    def decoder(self, capacity: int, padding: Tensor | None) -> Decoder | None:
+        """Return what `generate` of `lit_modules.nets.generation` asks for the next logits.
+
+        None if a mixer, one of your own, has no `new_cache`.
+        """
+        mixers = [mixer for mixer in self._mixers if isinstance(mixer, CachedMixer)]
+        if len(mixers) < len(self._mixers):
+            return None
+        return partial(self._last, caches=[mixer.new_cache(capacity, padding) for mixer in mixers])
 
     @property
     def _mixers(self) -> list[Any]:
         return [block.attention for block in self.blocks]
 
-    def cache_bytes(self, tokens: int, element_size: int) -> int:
-        """Return the bytes that all blocks keep of a text of so many tokens while it is continued."""
-        return sum(mixer.cache_bytes(tokens, element_size) for mixer in self._mixers)
+    def cache_bytes(self, tokens: int, element_size: int) -> int | None:
+        """Return the bytes that all blocks keep of a text of so many tokens while it is continued; None if unknown."""
+        mixers = [mixer for mixer in self._mixers if isinstance(mixer, MeasuredMixer)]
+        if len(mixers) < len(self._mixers):
+            return None
+        return sum(mixer.cache_bytes(tokens, element_size) for mixer in mixers)
 
     def _last(self, tokens: Tensor, caches: Sequence[Any]) -> Tensor:
         """Compute logits (B, V) after the last of tokens (B, T), which follow any cached ones."""

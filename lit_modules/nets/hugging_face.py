@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from apprentice.gguf import model_folder
 from lit_modules.nets.adapters import add_adapters
-from lit_modules.nets.attention import mask_texts
-from lit_modules.nets.base import Net, Shape, image_shape
+from lit_modules.nets.attention.masks import mask_texts
+from lit_modules.nets.base import Net, Shape, check_tokens, image_shape
 from lit_modules.nets.classes import classes_of
 from lit_modules.nets.generation import Decoder
 from lit_modules.nets.layers import observe
@@ -83,20 +82,21 @@ class HuggingFace(Net):
 
 
 class HuggingFaceLM(Net):
-    """A causal language model of transformers, for the tokens of its own tokenizer: `--data.tokenizer NAME`.
+    """A causal language model of transformers, for the tokens of its own tokenizer: `data.tokenizer NAME`.
 
     `stages` are its blocks. Logits beyond the data's vocabulary, with which some models are padded, are cut off. With
-    its weights it is a trained teacher, as if `--teacher_ckpt` had loaded it.
+    its weights it is a trained teacher, as if `teacher_ckpt` had loaded it.
 
     Args:
-        name: a model of the hub, a folder that `save_pretrained` wrote, or a GGUF file or a folder with one, which is
-            converted once; its configuration is read again to rebuild the net.
+        name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
+            the net.
         vocab_size: number of tokens, V.
         block_size: tokens of a text at most, T.
         pretrained: start with its weights, not with new ones.
         config: changes to its configuration, as {"num_hidden_layers": 2, "hidden_size": 96}: a smaller model of the
             same family, with new weights. `Pruned` keeps the teacher's weights.
-        dtype: of its weights. In bfloat16 they take half the memory, for a teacher.
+        dtype: of its weights. In bfloat16 they take half the memory, for a teacher, or beside adapters; weights that
+            are trained are float32.
         checkpointing: store only the inputs of its blocks for backward, and compute these again.
         lora_rank: train only adapters of this rank beside all linear layers of its blocks, of twice that scale (LoRA,
             Hu et al. 2021, by the package peft); 0 trains all weights.
@@ -121,18 +121,17 @@ class HuggingFaceLM(Net):
     ) -> None:  # fmt: skip
         super().__init__()
         if config and pretrained:
-            raise BadInput("config", config, "no pretrained weights beside it; Pruned keeps a part of a teacher's")
+            raise BadInput("config", config, "not allowed with pretrained weights; Pruned keeps a part of a teacher's")
         if dtype not in DTYPES:
             raise BadInput("dtype", dtype, " or ".join(DTYPES))
         self.name, self.vocab_size = name, vocab_size
         with import_transformers(name, "a causal language model") as transformers:
-            folder = model_folder(name)
-            settings = transformers.AutoConfig.from_pretrained(folder, **SAFE)
+            settings = transformers.AutoConfig.from_pretrained(name, **SAFE)
             change_config(settings, config or {})
             kind = transformers.AutoModelForCausalLM
             self.model: nn.Module
             if pretrained:
-                self.model, missing = _load(kind, folder, DTYPES[dtype])
+                self.model, missing = _load(kind, name, DTYPES[dtype])
                 self.tokenizer = name
             else:
                 self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
@@ -160,11 +159,12 @@ class HuggingFaceLM(Net):
                 raise BadInput("name", name, f"a model for {needed} {what}; it has {largest}")
 
     def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T) of any integer type; rows are filled up at their ends alone.
+        """Logits (B, T, V) of tokens (B, T), integers of any type; rows are filled up at their ends alone.
 
         Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
         texts don't attend to one another. BadInput if the model can't do so.
         """
+        check_tokens(tokens, starts)
         options: dict[str, Tensor] = {}
         if self._takes_positions:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -172,7 +172,7 @@ class HuggingFaceLM(Net):
         if starts is not None:
             if not self._takes_positions or self._window < max(self._longest, tokens.shape[1]):
                 expected = f"false: {type(self.model).__name__} has no positions of its texts, or attends in a window"
-                expected += f" of {self._window:,} tokens, fewer than --data.max_length" * (self._window < math.inf)
+                expected += f" of {self._window:,} tokens, fewer than `data.max_length`" * (self._window < math.inf)
                 raise BadInput("data.pack", True, expected)
             kind = next(self.model.parameters()).dtype
             apart = torch.zeros((), dtype=kind, device=tokens.device)

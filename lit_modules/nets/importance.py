@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.batch import label_mask
-from lit_modules.nets.token_head import HIDDEN, find_token_head, logits_of, run_before_head
+from lit_modules.nets.from_teacher import Say
+from lit_modules.nets.token_head import find_token_head, run_to_head
 
 TRIES = 4  # blocks that are measured again before one more is left out
 
@@ -22,9 +23,6 @@ class Loss(Protocol):
 
     def settle(self, kept: Sequence[int]) -> None:
         """Say that the next calls leave out one more than these."""
-
-
-Say = Callable[[str], None]
 
 
 def drop_blocks(loss: Loss, count: int, left: int, say: Say = lambda _: None) -> tuple[list[int], float, float]:
@@ -137,8 +135,8 @@ class TokenLoss:
         if self.head is None:
             logits: Tensor = self.net(self.tokens)
             return logits[self.counts]
-        hidden = run_before_head(self.net, self.head, self.tokens).features[HIDDEN]
-        return logits_of(hidden[self.counts], *self.head.weights(self.net))
+        outputs = run_to_head(self.net, self.head, self.tokens)
+        return outputs.logits_at(self.counts.flatten().nonzero().flatten())
 
     def settle(self, kept: Sequence[int]) -> None:
         _, best, outputs = self.best

@@ -10,14 +10,13 @@ from torch.nn import functional as F
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
-from lit_modules.nets.attention import FeatureMap
+from lit_modules.nets.attention.linear import FeatureMap
 from lit_modules.nets.base import evaluating
-from lit_modules.nets.from_teacher import FromTeacher
+from lit_modules.nets.block_options import RECURRENT, SOFTMAX, TAKEN, BlockOptions
+from lit_modules.nets.from_teacher import FromTeacher, Say
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
-from lit_modules.nets.importance import Say
 from lit_modules.nets.layers import INPUT, run
-from lit_modules.nets.mixers import LINEAR, SOFTMAX, TAKEN, Mixers
 
 Replacement = Literal["windowed", "linear", "gated", "delta"]
 ALIGNED, RATE = 20, 1e-2  # steps of Adam by which mixers are aligned before one by one is measured, and their rate
@@ -79,7 +78,8 @@ class Mixer(FromTeacher):
             raise BadInput("window", window, f"null, or mixer=windowed; {mixer} has none")
         self.mixer, self.softmax_layers = mixer, softmax_layers
         self.options = {"window": window, "feature_map": feature_map, "conv": conv}
-        Mixers(64, 1, True, mixer=mixer, **self.options)  # type: ignore[arg-type]  # or an option is refused
+        given: dict[str, Any] = self.options
+        BlockOptions(embed_dim=64, num_heads=1, causal=True, mixer=mixer, **given)  # or an option is refused
 
     def first(self, teacher: nn.Module) -> Replaced:
         layers, count = self.softmax_layers, len(_stages_of(teacher))
@@ -136,7 +136,7 @@ class Mixer(FromTeacher):
         if settings["mixer"] != "softmax":
             raise BadInput("teacher.mixer", settings["mixer"], "softmax, which is replaced")
         width, heads = settings["embed_dim"], settings["num_heads"]
-        if self.mixer in LINEAR and (settings["head_dim"] or width // heads) * heads != width:
+        if self.mixer in RECURRENT and (settings["head_dim"] or width // heads) * heads != width:
             expected = f"windowed for a teacher whose heads are {settings['head_dim']} wide, and not {width} / {heads}"
             raise BadInput("mixer", self.mixer, expected)
         if self.mixer == "windowed" and settings["window"] is not None:
@@ -146,7 +146,7 @@ class Mixer(FromTeacher):
         if not layers:  # what only softmax attention has
             taken = TAKEN.get(self.mixer, ())
             settings |= {name: defaults[name] for name in SOFTMAX if name not in taken}
-            if self.mixer in LINEAR and settings["position"] in {"rotary", "alibi"}:
+            if self.mixer in RECURRENT and settings["position"] in {"rotary", "alibi"}:
                 settings |= {"position": None, "rope_base": defaults["rope_base"], "rope_scaling": None}
         settings |= {name: value for name, value in self.options.items() if value is not None}
         settings |= {"mixer": self.mixer, "softmax_layers": [*layers] or None}

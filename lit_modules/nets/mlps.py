@@ -68,9 +68,9 @@ class MixtureOfExperts(nn.Module):
     """Each token goes through the `top_k` of the SwiGLU experts that its router prefers (Mixtral, arXiv:2401.04088).
 
     No token is dropped. What balances the experts' loads is a loss of the router's outputs (B, T, experts), the logits
-    before the softmax: see `lit_modules.expert_balance`. With tensor parallelism each rank computes all experts.
-    Compiled, and on the meta device, all experts compute all tokens, whose weights are 0 where they were not chosen:
-    equal up to rounding, experts / top_k times the operations.
+    before the softmax: see `lit_modules.training.expert_balance`. With tensor parallelism each rank computes all
+    experts. Compiled, and on the meta device, all experts compute all tokens, whose weights are 0 where they were not
+    chosen: equal up to rounding, experts / top_k times the operations.
 
     Args:
         width: D.
@@ -82,11 +82,13 @@ class MixtureOfExperts(nn.Module):
         noise: in training the router's inputs are multiplied by uniform numbers of [1 - noise, 1 + noise] (Switch,
             arXiv:2101.03961), keyed to the rows of the global batch.
         layer: number of the layer among those of a net with such noise.
-        balance: weight of the loss of `lit_modules.expert_balance` in the modules of this suite (Switch: 0.01).
+        balance: weight of the loss of `lit_modules.training.expert_balance` in this suite's modules (Switch: 0.01).
 
     Raises:
-        BadInput: `top_k` is not from 1 to `experts`, or the noise not in [0, 1).
+        BadInput: a size below 1, `top_k` not from 1 to `experts`, or the noise not in [0, 1).
     """
+
+    brings_extra = "lit_modules.training.expert_balance.ExpertBalance"
 
     def __init__(
         self,
@@ -106,6 +108,8 @@ class MixtureOfExperts(nn.Module):
             raise BadInput("experts", experts, "at least 1")
         if not 1 <= top_k <= experts:
             raise BadInput("top_k", top_k, f"1 to {experts}, the experts")
+        if hidden is not None and hidden < 1:
+            raise BadInput("hidden", hidden, "at least 1")
         hidden = gated_width(width) if hidden is None else hidden
         self.experts, self.top_k, self.renormalise, self.balance = experts, top_k, renormalise, balance
         self.jitter = Jitter(noise, layer)
@@ -135,7 +139,7 @@ class MixtureOfExperts(nn.Module):
         return output
 
     def _compute_all(self, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
-        shares = x.new_zeros(len(x), self.experts).scatter(1, choices, weights)
+        shares = x.new_zeros(x.shape[0], self.experts).scatter(1, choices, weights)
         hidden = F.silu(torch.einsum("nd,ehd->neh", x, self.gate)) * torch.einsum("nd,ehd->neh", x, self.up)
         return torch.einsum("neh,edh,ne->nd", hidden, self.down, shares)
 

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.rms_norm import RMSNorm
+from lit_modules.nets.attention.rms_norm import RMSNorm, check_eps
 
 __all__ = ["RMSNorm", "TokenNorm", "token_norm"]
 
@@ -16,8 +16,9 @@ def token_norm(kind: TokenNorm, width: int, eps: float, bias: bool = True, unit_
     """Return a norm of tokens (..., width); `bias` is that of a layer norm, `unit_offset` that of an RMS norm.
 
     Raises:
-        BadInput: an unknown kind, or an offset for a layer norm.
+        BadInput: an unknown kind, an epsilon below 0, or an offset for a layer norm.
     """
+    check_eps(norm_eps=eps)
     if kind == "rms":
         return RMSNorm(width, eps, unit_offset)
     if kind != "layer":

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention import Alibi, Rotary, SelfAttention
+from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.base import evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM

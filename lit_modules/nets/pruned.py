@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
 from lit_modules.nets.base import evaluating
-from lit_modules.nets.from_teacher import FromTeacher
+from lit_modules.nets.from_teacher import FromTeacher, Say
 from lit_modules.nets.generation import ROUNDINGS
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
-from lit_modules.nets.importance import Say, Subset, TokenLoss, drop_blocks, largest, mean_inputs
+from lit_modules.nets.importance import Subset, TokenLoss, drop_blocks, largest, mean_inputs
 
 # Layers of a block of Llama's kind, by what is cut: rows of weight and bias, or columns of the weight.
 HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_attn.v_proj": "groups"}
@@ -74,7 +74,7 @@ class Pruned(FromTeacher):
     ) -> None:
         super().__init__()
         if layers is None and heads is None and mlp is None:
-            raise BadInput("layers", None, "a number of blocks, or --student.heads or --student.mlp: what to leave out")
+            raise BadInput("layers", None, "a number of blocks, or `heads` or `mlp`: what to leave out")
         self.layers, self.heads, self.mlp, self.lora_rank = layers, heads, mlp, lora_rank
 
     def first(self, teacher: nn.Module) -> Kept:
@@ -220,7 +220,9 @@ def find_blocks(net: nn.Module) -> tuple[str, nn.ModuleList]:
 def _config(net: nn.Module, option: str, value: object) -> Any:
     """Return the configuration of a model of transformers; BadInput for another net."""
     if not isinstance(net, HuggingFaceLM):
-        raise BadInput(option, value, f"it left out: of {type(net).__name__} whole blocks are kept or left out")
+        raise BadInput(
+            option, value, f"not allowed with {type(net).__name__}, of which whole blocks are kept or left out"
+        )
     return net.model.config
 
 

@@ -7,11 +7,10 @@ running code. It has `class_path` and `init_args`, as Lightning's configuration 
 import functools
 import importlib
 import inspect
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +29,7 @@ class UnplainError(TypeError):
 
 
 class Recorded:
-    """Records its constructor's arguments; a base before `nn.Module`, whose `__init__` each constructor calls.
+    """Records its constructor's arguments, with defaults, as plain data; a base before `nn.Module`.
 
     Attributes:
         init_args: arguments by name, as plain data; those that are no plain data are left out.
@@ -40,9 +39,13 @@ class Recorded:
     init_args: dict[str, Any]
     untrained: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        record_arguments(cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vars(self).setdefault("init_args", {})  # of a class without a constructor of its own
         super().__init__(*args, **kwargs)
-        self.init_args = _constructor_arguments(self, sys._getframe(1))
 
     @classmethod
     def rebuild_arguments(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,19 +56,39 @@ class Recorded:
 KINDS = (Recorded, nn.Module, Optimizer, LRScheduler)  # what may be rebuilt from a file
 
 
-def _constructor_arguments(instance: Recorded, frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments of the outermost constructor, that of the object's class (as `save_hyperparameters`)."""
-    arguments: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
-        names, _, keywords, values = inspect.getargvalues(frame)
-        if not names or values[names[0]] is not instance:
-            break
-        arguments = {name: values[name] for name in names[1:]} | (values[keywords] if keywords else {})
-        frame = frame.f_back
-    plain = {}
-    for name, value in arguments.items():
-        with suppress(UnplainError):
-            plain[name] = to_plain(value)
+def record_arguments(cls: type) -> None:
+    """Let the constructor of a class write its arguments, as plain data, into the object's `init_args`."""
+    if "__init__" in vars(cls):
+        type.__setattr__(cls, "__init__", _recording(vars(cls)["__init__"]))
+
+
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a constructor: the outermost, that of the object's class, records its arguments."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "init_args" not in vars(self):
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{init.__qualname__}() {error}") from None
+            bound.apply_defaults()
+            vars(self)["init_args"] = _plain_arguments(bound)
+        init(self, *args, **kwargs)
+
+    vars(record)["__signature__"] = signature  # `inspect.getfullargspec`, which Lightning uses, follows no wrapper
+    return record
+
+
+def _plain_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    kinds, plain = inspect.Parameter, dict[str, Any]()
+    for parameter in list(bound.signature.parameters.values())[1:]:
+        value = bound.arguments[parameter.name]
+        arguments = value if parameter.kind is kinds.VAR_KEYWORD else {parameter.name: value}
+        for name, argument in arguments.items() if parameter.kind is not kinds.VAR_POSITIONAL else ():
+            with suppress(UnplainError):
+                plain[name] = to_plain(argument)
     return plain
 
 
@@ -83,8 +106,12 @@ def to_plain(value: Any) -> Any:
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, torch.dtype):
         return {"class_path": str(value)}
-    if isinstance(value, Recorded):
-        return {"class_path": path_of(type(value)), "init_args": value.rebuild_arguments(value.init_args)}
+    if isinstance(value, Recorded | nn.Module) and "init_args" in vars(value):
+        arguments = vars(value)["init_args"]
+        arguments = value.rebuild_arguments(arguments) if isinstance(value, Recorded) else arguments
+        return {"class_path": path_of(type(value)), "init_args": arguments}
+    if inspect.isclass(value) and issubclass(value, nn.Module):
+        value = functools.partial(value)
     if isinstance(value, functools.partial) and inspect.isclass(value.func):
         bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments
         return {"class_path": path_of(value.func), "init_args": to_plain(bound), "waits": True}
@@ -107,7 +134,7 @@ def rebuild(value: Any, flag: str = "net") -> Any:
         return target
     arguments = rebuild(value.get("init_args", {}), flag)
     if value.get("waits"):
-        return functools.partial(target, **arguments)
+        return functools.partial(target, **arguments) if arguments else target
     try:
         return target(**arguments)
     except TypeError as error:

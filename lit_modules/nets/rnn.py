@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, check_sizes
+from lit_modules.nets.base import Net, check_sizes, check_tokens
 
 
 class RNNClassifier(Net):
@@ -46,7 +46,8 @@ class RNNClassifier(Net):
         self.head = nn.Sequential(Dropout(dropout), nn.Linear(hidden, num_classes))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, classes) of tokens (B, T) of any integer type."""
+        """Logits (B, classes) of tokens (B, T), integers of any type."""
+        check_tokens(tokens)
         logits: Tensor = self.head(self.gru(*self.embedding(tokens)))
         return logits
 

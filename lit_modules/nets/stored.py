@@ -1,4 +1,4 @@
-"""Stand-ins for a teacher: for one whose outputs are all in a file, and for none."""
+"""Stand-ins for a teacher: for one whose outputs are all in files, and for none."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,14 @@ from apprentice.errors import BadInput
 from lit_modules.nets.base import Net
 
 
-class Absent(Net):
+class TeacherWithoutWeights(Net):
     """A teacher without weights, which can't be asked."""
 
     is_trained = True
+    is_comparable = False
 
 
-class NoTeacher(Absent):
+class NoTeacher(TeacherWithoutWeights):
     """Stands where nets learn from labels alone."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ class NoTeacher(Absent):
         return [nn.Identity()]
 
 
-class StoredTeacher(Absent):
+class StoredTeacher(TeacherWithoutWeights):
     """A teacher that is not loaded: a run reads its outputs for the training texts from a file.
 
     It tells their shape, and can't be asked for any other.

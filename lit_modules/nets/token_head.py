@@ -1,20 +1,18 @@
 """The linear layer that gives a language model's logits, and runs of the model that leave it out.
 
 Logits (b, T, V) of a vocabulary of 49,152 take 75 times the memory of the layer's inputs of 576 values, and are needed
-for the tokens alone that count in a loss: see `lit_modules.token_losses`.
+for the tokens alone that count in a loss: see `lit_modules.text.token_losses`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs, evaluating
+from lit_modules.nets.base import evaluating
 from lit_modules.nets.layers import observe, run, run_without_rows
-
-HIDDEN = "head<<"  # the feature that holds the head's inputs (b, T, H); no path ends in two signs
+from lit_modules.nets.outputs import HeadInputs, Outputs
 
 
 class TokenHead(NamedTuple):
@@ -47,21 +45,21 @@ def find_token_head(net: nn.Module, tokens: Tensor) -> TokenHead | None:
     return None
 
 
-def is_whole(net: nn.Module, head: TokenHead) -> bool:
+def has_local_weight(net: nn.Module, head: TokenHead) -> bool:
     """Return whether this process has the layer's weight, as one tensor: neither sharded nor elsewhere."""
     weight: Any = net.get_submodule(head.path).weight
     return type(weight) is nn.Parameter and not weight.is_meta
 
 
-def run_before_head(
-    net: nn.Module, head: TokenHead, inputs: Tensor, names: Collection[str] = (), with_logits: bool = False
-) -> Outputs:
-    """Run a net as `run` does; its outputs have the head's inputs as the feature HIDDEN.
-
-    Unless `with_logits` the head is not computed, and the logits (b, T, V) are NaN and take no memory.
-    """
+def run_to_head(
+    net: nn.Module, head: TokenHead, inputs: Tensor, names: Collection[str] = (), beside: Sequence[Tensor] = (),
+    with_logits: bool = False,
+) -> Outputs:  # fmt: skip
+    """Run a net as `run` does; return its outputs with what its head gets, and logits only if asked for."""
     if inputs.shape[0] == 0:
-        return run_without_rows(lambda rows: run_before_head(net, head, rows, names, with_logits), inputs)
+        outputs = run_without_rows(lambda rows: run_to_head(net, head, rows, names, (), with_logits), inputs)
+        weight, bias = head.weights(net)  # they have no rows
+        return outputs._replace(hidden=outputs.hidden and outputs.hidden._replace(weight=weight, bias=bias))
     layer: Any = net.get_submodule(head.path)
     hidden = list[Tensor]()
 
@@ -69,21 +67,12 @@ def run_before_head(
         hidden.append(x)
         if with_logits:
             return F.linear(x, layer.weight, layer.bias)
-        return x.new_full((1,), torch.nan).expand(*x.shape[:-1], layer.out_features)
+        return x.new_zeros(1).expand(*x.shape[:-1], layer.out_features)  # takes no memory
 
     layer.forward = keep
     try:
-        outputs = run(net, inputs, names)
+        outputs = run(net, inputs, names, beside)
     finally:
         del layer.forward
-    return outputs.with_features({HIDDEN: hidden[-1]})
-
-
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return logits (n, V) of the head's inputs (n, H), in the type of autocast if that is on."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-    with torch.autocast(kind, enabled=False):
-        return F.linear(hidden, weight, bias)
+    logits = outputs.logits if with_logits else outputs.logits.to("meta")  # whoever uses these fails
+    return outputs._replace(logits=logits, hidden=HeadInputs(hidden[-1], *head.weights(net)))

@@ -8,7 +8,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Cache
+from lit_modules.nets.attention.cache import Cache
+from lit_modules.nets.attention.rms_norm import check_eps
 from lit_modules.nets.base import Net, check_sizes
 from lit_modules.nets.mlps import GeluMLP
 
@@ -49,6 +50,7 @@ class Block(nn.Module):
         check_sizes(mlp_ratio=mlp_ratio)
         if norm_place not in {"pre", "post", "sandwich"}:
             raise BadInput("norm_place", norm_place, "pre, post or sandwich")
+        check_eps(norm_eps=norm_eps)
         width: Any = attention.embed_dim
         make_norm = make_norm or (lambda: nn.LayerNorm(width, norm_eps, bias=bias))
         self.norm_place = norm_place

@@ -1,6 +1,5 @@
 """A vision transformer for small images (Dosovitskiy et al. 2021), optionally with DeiT's distillation token."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,16 +8,19 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention import Backend, Cache, FeatureMap
+from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.base import Shape, check_sizes, image_shape
-from lit_modules.nets.mixers import Blocks, Mixers, TokenPosition
-from lit_modules.nets.mlps import MixtureOfExperts, TokenMLP
-from lit_modules.nets.norms import TokenNorm
+from lit_modules.nets.block_options import BlockOptions, takes_block_options
+from lit_modules.nets.blocks import block_arguments, make_last_norm
+from lit_modules.nets.mlps import MixtureOfExperts
 from lit_modules.nets.tokens import TokenGrid
-from lit_modules.nets.transformer import Block, NormPlace, Transformer
-from lit_modules.nets.vit_names import Library, check_same, from_library, read_settings, rename
+from lit_modules.nets.transformer import Block, Transformer
 
 ImageMixer = Literal["softmax", "linear"]
+OF_TEXTS = (
+    "attention_dropout", "softmax_layers", "conv", "rope_scaling", "window", "full_every", "sinks", "scale",
+    "unit_offset",
+)  # fmt: skip
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
 
@@ -40,32 +42,15 @@ class ViT(Transformer):
         mlp_ratio: the MLPs' hidden width divided by D.
         dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether to add a distillation token and its head.
-        backend: the attention kernel, see `SelfAttention`.
-        num_kv_heads: heads of keys and values, a divisor of `num_heads`; null for as many.
-        head_dim: width of a head; null for `embed_dim` / `num_heads`.
-        position: learned positions are added to tokens; rotary ones, along the patches row by row, turn queries and
-            keys; alibi lowers scores by distance; null for none.
-        rope_base: of rotary positions' frequencies.
-        qk_norm: whether queries and keys of each head are normed (ViT-22B, arXiv:2302.05442).
-        softcap: c of scores c · tanh(score / c); null for none.
-        gate: whether heads' outputs are multiplied by sigmoids of the token.
-        norm: layer norm or rms.
-        norm_place: pre, post (after each sum) or sandwich (before and after each part).
         norm_eps: epsilon of the norms.
-        mlp: gelu, gelu_tanh, swiglu, geglu or moe, a mixture of SwiGLU experts (V-MoE, arXiv:2106.05974).
-        hidden: width of the MLP, or of each expert; null: `mlp_ratio` D, if gated 8 D / 3.
-        experts: of a mixture.
-        top_k: experts that a token goes through.
-        renormalise: whether the weights of a token's experts sum to 1.
-        router_noise: in training routers' inputs are multiplied by 1 ± this; keyed.
-        balance: weight of the loss that balances experts' loads, over the global batch.
         mixer: softmax attention, or linear, in time linear in the number of patches (arXiv:2006.16236).
-        softmax_every: beside linear, every n-th block has softmax attention; null for none.
-        feature_map: of linear: elu, hedgehog or taylor; null: elu.
+        options: those of `BlockOptions` that are not of texts. Rotary positions are those along the patches row by row;
+            `hidden` null is `mlp_ratio` D without a gate; a mixture of experts is V-MoE's (arXiv:2106.05974).
     """
 
     pooled_layer = "head<"
 
+    @takes_block_options(without=["bias", *OF_TEXTS])
     def __init__(
         self,
         patch_size: int = 4,
@@ -75,29 +60,11 @@ class ViT(Transformer):
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         distillation_token: bool = False,
-        backend: Backend = "auto",
         input_shape: Shape = (3, 32, 32),
         num_classes: int = 10,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        position: TokenPosition | None = "learned",
-        rope_base: float = 10000.0,
-        qk_norm: bool = False,
-        softcap: float | None = None,
-        gate: bool = False,
-        norm: TokenNorm = "layer",
-        norm_place: NormPlace = "pre",
         norm_eps: float = EPS,
-        mlp: TokenMLP = "gelu",
-        hidden: int | None = None,
-        experts: int = 8,
-        top_k: int = 2,
-        renormalise: bool = True,
-        router_noise: float = 0.0,
-        balance: float = 0.01,
         mixer: ImageMixer = "softmax",
-        softmax_every: int | None = None,
-        feature_map: FeatureMap | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         channels, height, width = image_shape(input_shape)
@@ -106,22 +73,18 @@ class ViT(Transformer):
         check_sizes(embed_dim=embed_dim, num_layers=num_layers, mlp_ratio=mlp_ratio)
         rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
         self.token_grid = TokenGrid(rows, columns, self.num_tokens)
+        parts = BlockOptions(
+            embed_dim=embed_dim, num_heads=num_heads, causal=False, dropout=dropout, mlp_ratio=mlp_ratio,
+            norm_eps=norm_eps, mixer=mixer, **options,
+        )  # fmt: skip
+        is_learned = parts.position == "learned"
         self.embedding = _Embedding(
-            channels, patch_size, self.num_tokens, rows * columns, embed_dim, dropout, position == "learned"
+            (channels, height, width), patch_size, self.num_tokens, embed_dim, dropout, is_learned
         )
-        mixers = Mixers(
-            embed_dim, num_heads, False, backend=backend, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            position=position, rope_base=rope_base, qk_norm=qk_norm, softcap=softcap, gate=gate, mixer=mixer,
-            softmax_every=softmax_every, feature_map=feature_map,
-        )  # fmt: skip
-        options = Blocks(
-            mixers, dropout, norm, norm_place, norm_eps, False, mlp, mlp_ratio, hidden, experts, top_k, renormalise,
-            router_noise, balance,
-        )  # fmt: skip
-        self.blocks = nn.ModuleList(_Block(rows, columns, **options.options(number)) for number in range(num_layers))
+        self.blocks = nn.ModuleList(_Block(rows, columns, **block_arguments(parts, n)) for n in range(num_layers))
         self.feature_layer = f"blocks.{num_layers - 1}.maps"
         self.stages = tuple(f"blocks.{number}.maps" for number in range(1, num_layers)) or (self.feature_layer,)
-        self.norm = options.last_norm()
+        self.norm = make_last_norm(parts)
         self.head = nn.Linear(embed_dim, num_classes)
         if distillation_token:
             self.head_dist = nn.Linear(embed_dim, num_classes)
@@ -135,34 +98,13 @@ class ViT(Transformer):
                 for weight in (module.gate, module.up, module.down):
                     nn.init.trunc_normal_(weight, std=STD)
 
-    @classmethod
-    def from_library(cls, model: nn.Module, **options: Any) -> "ViT":
-        """Return a ViT with the settings and weights of a `VisionTransformer` of timm or torchvision.
-
-        Raises:
-            BadInput: it computes what ViT does not: it is tried on one image.
-        """
-        net = cls(**{**read_settings(model), **options}).to(next(model.parameters()).dtype)
-        net.load_state_dict(from_library(net, model))
-        check_same(net, model)
-        return net.train(model.training)
-
-    def library_weights(self, library: Library) -> dict[str, Tensor]:
-        """Return the state dict of the same net of timm or torchvision; BadInput if they have no such net."""
-        plain = {name: parameter.default for name, parameter in inspect.signature(ViT).parameters.items()}
-        sizes = {"patch_size", "embed_dim", "num_layers", "num_heads", "mlp_ratio", "input_shape", "num_classes"}
-        for name, value in self.init_args.items():
-            if name not in {*sizes, "dropout", "backend", "norm_eps"} and value != plain[name]:
-                raise BadInput(name, value, f"{plain[name]}, its default: {library} has no such net under these names")
-        return {rename(key, library): value for key, value in self.state_dict().items()}
-
     @property
     def heads(self) -> list[nn.Module]:
         """The heads, one for each token before the patches."""
         return [self.head, self.head_dist] if self.num_tokens == 2 else [self.head]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, C, H, W)."""
+        """Logits (B, classes) of images (B, C, H, W); BadInput for images of another size."""
         x = self.embedding(images)
         for block in self.blocks:
             x = block(x)
@@ -176,17 +118,20 @@ class ViT(Transformer):
 class _Embedding(nn.Module):
     """Images (B, C, H, W) to tokens (B, extra + patches, D)."""
 
-    def __init__(
-        self, channels: int, size: int, extra: int, patches: int, embed_dim: int, dropout: float, learned: bool
-    ) -> None:
+    def __init__(self, shape: Shape, size: int, extra: int, embed_dim: int, dropout: float, learned: bool) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(channels, embed_dim, size, size)
+        self.shape, patches = shape, (shape[1] // size) * (shape[2] // size)
+        self.patches = nn.Conv2d(shape[0], embed_dim, size, size)
         self.tokens = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, extra, embed_dim), std=STD))
         places = torch.empty(1, extra + patches, embed_dim)
         self.positions = nn.Parameter(nn.init.trunc_normal_(places, std=STD)) if learned else None
         self.dropout = Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
+        if images.shape[1:] != self.shape:
+            raise BadInput(
+                "images", tuple(images.shape), f"(B, {', '.join(map(str, self.shape))}), as input_shape says"
+            )
         patches = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, D)
         tokens = self.tokens.expand(patches.shape[0], -1, -1)
         x = torch.cat([tokens, patches], 1)

@@ -35,7 +35,7 @@ def read_weights(path: str, flag: str) -> dict[str, Tensor]:
     weights, sets = _read_set(path, flag)
     if sets:
         raise BadInput(
-            flag, path, f"one set of weights; it has {' and '.join(sets)}, of which --teacher_ckpt takes one"
+            flag, path, f"one set of weights; it has {' and '.join(sets)}, of which `teacher_ckpt` takes one"
         )
     return weights
 

@@ -1,7 +1,7 @@
 """The base class of objectives: from outputs of student and teacher to named, weighted, per-sample terms."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.precision import widen
-from lit_modules.nets.base import Outputs
 from lit_modules.nets.ensemble import MEMBERS, SHARES
 from lit_modules.nets.layers import DEFAULT_LAYER
+from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.recorded import Recorded
 from lit_modules.nets.tokens import TokenGrid, as_maps, token_grid
+from lit_modules.objectives.context import NO_STEP, StepContext, takes_context
 from lit_modules.objectives.search import Space, space
 
-OWN = ">"  # between the name of a part and the path of its own feature; no path contains it
 Grids: TypeAlias = tuple[TokenGrid | None, TokenGrid | None]  # the student's and the teacher's
 TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
 
@@ -34,26 +34,14 @@ class Term(NamedTuple):
     class_weighted: bool = False  # whether each is multiplied by the weight of its label's class, if there are weights
 
 
-class Place(NamedTuple):
-    """The point in training at which an objective is called, and the rows that it gets."""
-
-    step: int = 0  # batches that training has completed
-    epoch: float = 0.0  # the same in epochs, with fractions
-    progress: float = 0.0  # the same as a fraction of the whole training, which a run that grows by epochs changes
-    index: Tensor | None = None  # type: ignore[assignment]  # (b,) int64, the samples' places in their set
-    rows: Tensor | None = None  # (b,) int64, the samples' rows in the global batch
-    count: int = 0  # type: ignore[assignment]  # rows in the global batch
-    samples: int | None = None  # in the training set, if `index` is known; also in `build`
-    peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of the students in `peers`, without gradients
-    counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
-    is_written: bool = False  # whether the texts are the student's own: their labels teach nothing
-
-
 class Objective(Recorded, nn.Module, ABC):
     """A distillation method: names the layers that it reads, and returns its terms.
 
     It may have trainable parts, built in `build` and used in `adapt` and `adapt_teacher`: they train with the student,
     in its precision, and are not exported. Its buffers are saved for a resume, and change in `after_batch` alone.
+
+    `build`, `adapt_teacher`, `forward`, `trains_all` and `after_batch` may take one more argument, `context`: the point
+    in training as a `StepContext`.
 
     Attributes:
         uses_teacher: whether it needs the teacher's outputs.
@@ -64,22 +52,10 @@ class Objective(Recorded, nn.Module, ABC):
         relates_rows: whether a row's value depends on other rows, or a buffer changes with them. Then `forward` gets
             the outputs of all rows of the global batch, in order, the same on every rank; `adapt` and `condense` should
             make them small, as they are sent. An objective that does not declare it is refused.
-        relates_tokens: whether a token's value depends on other tokens of its row; rows of several texts are refused.
         fewest_related: rows that a global batch needs for relations to have a gradient; smaller batches are refused.
-        by_token: whether values of a token depend on the logits and the label of this token alone. Then losses of a
-            language model may be computed in chunks of tokens, with outputs (n, V) and labels (n,).
-        any_tokenizer: whether the teacher may have other tokens than the student (`OtherTokens`), and has to.
         needs_labels: whether all rows need labels. Otherwise labels may be hidden, and a term may leave rows out.
-        tails: forms of a teacher that is stored in k tokens (`--teacher_tail`) that it can learn from: `bucket` and
-            `renormalize` if it compares nothing but `log_probabilities`, token by token, which may be those of k
-            tokens and of all others together; `sample` if it is also linear in the teacher's probabilities.
-        temperatures: at which it compares them.
-        peers: names of students whose outputs it reads from `place.peers`.
-        on_policy: share of batches in which the student learns from texts of up to `max_new_tokens` tokens that it
-            writes itself, drawn at the `sampling_temperature`; those of `every` so many steps at once.
-        teacher_writes: whether these texts are the teacher's, which are written once.
+        peers: names of students whose outputs it reads from `context.peers`.
         search: spaces in which its options are tuned, around the paper's values; other options keep their defaults.
-        place: the point in training, set before each call of `adapt_teacher`, `forward`, `build` and `after_batch`.
     """
 
     uses_teacher: bool = True
@@ -87,21 +63,10 @@ class Objective(Recorded, nn.Module, ABC):
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
     relates_rows: bool = False
-    relates_tokens: bool = False
     fewest_related: int = 1
-    by_token: bool = False
-    any_tokenizer: bool = False
     needs_labels: bool = False
-    tails: Collection[str] = ()
-    temperatures: Collection[float] = ()
     peers: Sequence[str] = ()
-    on_policy: float = 0.0
-    every: int = 1
-    teacher_writes: bool = False
-    max_new_tokens: int = 1
-    sampling_temperature: float = 1.0
     search: Mapping[str, Space] = space()
-    place: Place = Place()
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
         """Return the net to train and export in place of the student's; called first, with example inputs.
@@ -143,19 +108,28 @@ class Objective(Recorded, nn.Module, ABC):
         """Return those of `parts` that `adapt_teacher` uses."""
         return []
 
-    def terms(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def terms(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
         with torch.autocast(labels.device.type, enabled=False):
-            terms: dict[str, Term] = self(student.widen(), teacher and teacher.widen(), labels)
+            return self.call_forward(student.widen(), teacher and teacher.widen(), labels, context)
+
+    def call_forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext
+    ) -> dict[str, Term]:
+        """Call `forward`, with the context if it takes one."""
+        arguments = (student, teacher, labels, context) if takes_context(self.forward) else (student, teacher, labels)
+        terms: dict[str, Term] = self(*arguments)
         return terms
 
     def trains_all(self) -> bool:
-        """Whether the terms at this place train the whole net; else its parameters that are not in `parts` rest."""
+        """Return whether the terms train the whole net now; else its parameters that are not in `parts` rest."""
         return True
 
-    def phases(self) -> Sequence[tuple[float, float]]:
-        """Return shares of the training in which steps cost the same, which sum to 1, and the progress of each."""
-        return ((1.0, 0.0),)
+    def phases(self) -> Sequence[float]:
+        """Return the progress, 0 to 1, at which each part of training begins whose steps cost the same."""
+        return (0.0,)
 
     @abstractmethod
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
@@ -210,21 +184,24 @@ def check_map(option: str, path: str, x: Tensor, grid: TokenGrid | None = None) 
         raise BadInput(option, path, f"a layer that gives maps (C, H, W){tokens}; its output is {tuple(x.shape[1:])}")
 
 
-def merge_views(raw: Outputs, views: Mapping[str, Outputs]) -> dict[str, Tensor]:
-    """Merge the features of several parts' views of outputs: raw ones once, a part's own as `<part>><path>`."""
-    return {
-        path if x is raw.features.get(path) else f"{part}{OWN}{path}": x
-        for part, view in views.items()
-        for path, x in view.features.items()
-    }
+def merge_views(raw: Outputs, views: Mapping[str, Outputs]) -> Outputs:
+    """Merge the features of several parts' views of outputs: raw ones once, and the parts' own."""
+    features, own = dict[str, Tensor](), dict[tuple[str, ...], Tensor]()
+    for part, view in views.items():
+        for path, x in view.features.items():
+            if x is raw.features.get(path):
+                features[path] = x
+            else:
+                own[part, path] = x
+        own |= {(part, *path): x for path, x in view.own.items()}
+    return raw._replace(features=features, own=own)
 
 
 def select_view(part: str, outputs: Outputs) -> Outputs:
     """Return the outputs as one part sees them: raw features, and its own by their paths."""
-    raw = {path: x for path, x in outputs.features.items() if OWN not in path}
-    prefix = f"{part}{OWN}"
-    of_part = {path.removeprefix(prefix): x for path, x in outputs.features.items() if path.startswith(prefix)}
-    return outputs._replace(features=raw | of_part)
+    of_part = {path[1:]: x for path, x in outputs.own.items() if path[0] == part}
+    features = outputs.features | {path[0]: x for path, x in of_part.items() if len(path) == 1}
+    return outputs._replace(features=features, own={path: x for path, x in of_part.items() if len(path) > 1})
 
 
 def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outputs:
@@ -234,7 +211,7 @@ def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outpu
         if objective.uses_teacher:
             paths = [*objective.teacher_layers.values(), *(x for x in (MEMBERS, SHARES) if x in raw.features)]
             views[name] = objective.condense(raw._replace(features={path: raw.features[path] for path in paths}))
-    return raw._replace(features=merge_views(raw, views))
+    return merge_views(raw, views)
 
 
 def weighted_sum(
@@ -274,20 +251,20 @@ def weigh_classes(values: Tensor, labels: Tensor, class_weights: Tensor | None) 
     return values if class_weights is None else values * class_weights[labels].to(values.dtype)
 
 
-def fill_uncounted(labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
+def replace_ignored_labels(labels: Tensor, label_weight: float | Tensor | None) -> Tensor:
     """Return the labels, 0 where they do not count."""
     return labels if label_weight is None else labels.where(label_mask(labels), 0)
 
 
 def mask_tokens(outputs: Outputs, counts: Tensor) -> Outputs:
     """Set logits and features (b, T, ...) to zero for tokens that do not count, (b, T) bool."""
-    whole = {path: x for path, x in outputs.features.items() if x.shape[:2] != counts.shape}
-    features = {path: _mask(x, counts) for path, x in outputs.features.items() if path not in whole}
-    return Outputs(_mask(outputs.logits, counts), whole | features)
 
+    def mask(x: Tensor) -> Tensor:
+        if x.shape[:2] != counts.shape:
+            return x
+        return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), x.new_zeros(()))
 
-def _mask(x: Tensor, counts: Tensor) -> Tensor:
-    return x.where(counts.view(*counts.shape, *[1] * (x.dim() - 2)), x.new_zeros(()))
+    return outputs.map(mask)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

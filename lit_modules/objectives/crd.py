@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from apprentice import keyed
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Outputs, Term, ce_term, positive, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
@@ -69,8 +70,8 @@ class CRD(EmbeddingObjective):
             raise BadInput("temperature", temperature, "a number from 0.02, whose scores float32 holds, to 1e6")
         self.temperature, self.negatives = temperature, int(positive("negatives", negatives))
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:
-        if (samples := self.place.samples) is None:
+    def build(self, student: Outputs, teacher: Outputs | None, context: StepContext = NO_STEP) -> None:
+        if (samples := context.samples) is None:
             raise BadInput("", "CRD", "a data module whose batches name their samples")
         if student.logits.dim() != 2:
             raise BadInput("", "CRD", f"nets of one label a sample; logits are {tuple(student.logits.shape[1:])}")
@@ -94,55 +95,52 @@ class CRD(EmbeddingObjective):
         path = self.teacher_layer
         return teacher.with_features({path: self.head_t(teacher.features[path].flatten(1))})
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        sides = enumerate(self._scores(student, teacher, labels))
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
+        sides = enumerate(self._scores(student, teacher, labels, context))
         contrasts = [_contrast(*side, self._normaliser(i, *side), len(self.classes)) for i, side in sides]
         crd = Term(contrasts[0] + contrasts[1], self.crd_weight, labelled=True)
         return {"crd": crd, "ce": ce_term(student, labels, self.ce_weight)}
 
-    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
+    def after_batch(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> None:
         """Fix Z in the first batch; move the rows of the batch's samples in the banks."""
-        sides = self._scores(student, teacher, labels)
+        sides, index = self._scores(student, teacher, labels, context), _index(context)
         self.normalisers.copy_(torch.stack([self._normaliser(i, *side) for i, side in enumerate(sides)]))
-        self.classes.copy_(self._classes_with(labels))
+        self.classes.copy_(self.classes.index_copy(0, index, labels))
         for bank, g in zip((self.bank_s, self.bank_t), self._unit_embeddings(student, teacher), strict=True):
-            moved = F.normalize(0.5 * bank[self._index].to(g) + 0.5 * g, dim=1)
-            bank[self._index] = moved[self._first_rows()].to(bank)
-
-    def _first_rows(self) -> Tensor:
-        """Return (B,), of each row the first one with its sample, as of several writes a GPU keeps any one."""
-        return (self._index[:, None] == self._index).int().argmax(1)
-
-    @property
-    def _index(self) -> Tensor:
-        assert self.place.index is not None  # as `samples` is known
-        return self.place.index
+            moved = F.normalize(0.5 * bank[index].to(g) + 0.5 * g, dim=1)
+            bank[index] = moved[_first_rows(index)].to(bank)
 
     def _unit_embeddings(self, student: Outputs, teacher: Outputs | None) -> list[Tensor]:
         return [F.normalize(e, dim=1) for e in self.embeddings(student, teacher)]
 
     def _scores(
-        self, student: Outputs, teacher: Outputs | None, labels: Tensor
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield for student and teacher the scores with the same sample (B,), with others (B, n), and their mask."""
-        draw = self._draw_others(self._classes_with(labels), labels)
+        index = _index(context)
+        draw = self._draw_others(self.classes.index_copy(0, index, labels), labels, context)
         for g, bank in zip(self._unit_embeddings(student, teacher), (self.bank_t, self.bank_s), strict=True):
             # A product with the whole bank: its rows for each sample, B x K x 128 floats, take more time and memory.
             scores = g @ bank.to(g, copy=True).T / self.temperature  # (B, N); the bank changes before the backward
-            same = scores.gather(1, self._index[:, None])[:, 0]
+            same = scores.gather(1, index[:, None])[:, 0]
             yield same, *draw(scores)
 
-    def _classes_with(self, labels: Tensor) -> Tensor:
-        """Return the classes of all samples, updated by the labels of this batch."""
-        return self.classes.index_copy(0, self._index, labels)
+    def _draw_others(
+        self, classes: Tensor, labels: Tensor, context: StepContext
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return a function from scores (B, N) to those with samples of other classes, and their mask.
 
-    def _draw_others(self, classes: Tensor, labels: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return a function from scores (B, N) to those with samples of other classes, and their mask."""
+        `classes` (N,) are those of all samples, updated by the labels of this batch.
+        """
         if len(classes) <= self.negatives:
             return lambda scores: (scores, classes != labels[:, None])
         ordered, order = classes.sort(stable=True)
         first, last = (torch.searchsorted(ordered, labels, right=right)[:, None] for right in (False, True))
-        random = keyed.bits(keyed.fold_in(self.place.step), self._index, self.negatives)
+        random = keyed.bits(keyed.fold_in(context.step), _index(context), self.negatives)
         place = random * (len(order) - last + first) >> 32  # among the samples of other classes
         drawn = order[place.where(place < first, place + last - first)]
         return lambda scores: (scores.gather(1, drawn), torch.ones_like(drawn, dtype=torch.bool))
@@ -153,6 +151,16 @@ class CRD(EmbeddingObjective):
             return self.normalisers[side].to(same)
         total = same.detach().exp().sum() + others.detach().exp().where(mask, 0.0).sum()
         return len(self.classes) * total / (len(same) + mask.sum())
+
+
+def _index(context: StepContext) -> Tensor:
+    assert context.index is not None  # as `samples` is known
+    return context.index
+
+
+def _first_rows(index: Tensor) -> Tensor:
+    """Return (B,), of each row the first one with its sample, as of several writes a GPU keeps any one."""
+    return (index[:, None] == index).int().argmax(1)
 
 
 def _contrast(same: Tensor, others: Tensor, mask: Tensor, z: Tensor, samples: int) -> Tensor:

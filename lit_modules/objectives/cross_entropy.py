@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, cross_entropy
+from lit_modules.objectives.base import Outputs, Term, ce_term, cross_entropy
 from lit_modules.objectives.search import Linear, space
+from lit_modules.objectives.text_objective import TextObjective
 
 
-class CrossEntropy(Objective):
+class CrossEntropy(TextObjective):
     """Cross-entropy with the labels; the teacher is not used.
 
     Args:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_modules.objectives.base import Outputs, Term, ce_term, kl, positive, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
 
@@ -41,9 +42,11 @@ class CTKD(LogitObjective):
         """Add T (b,) to the student's outputs."""
         return student.with_features({"temperature": self.curriculum(len(student.logits))})
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         t = student.features["temperature"]
-        reversal = (1 - math.cos(math.pi * min(self.place.epoch / self.warmup_epochs, 1.0))) / 2  # lambda
+        reversal = (1 - math.cos(math.pi * min(context.epoch / self.warmup_epochs, 1.0))) / 2  # lambda
         t = (1 + reversal) * t.detach() - reversal * t  # T, with its gradient reversed
         log_s, log_t = self.log_probabilities(student, teacher, t)
         soft = kl(log_t, log_s)

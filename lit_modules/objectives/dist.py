@@ -5,6 +5,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
 
@@ -50,10 +51,12 @@ class DIST(LogitObjective):
             raise BadInput("inter_weight", self.inter_weight, f"0, as there are {classes} classes: {why}")
         self.fewest_related = 3 if self.intra_weight and student.logits.dim() == 2 else 1
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         p_s, p_t = (z.softmax(-1).flatten(0, -2) for z in self.temper(student, teacher))  # tokens are samples
         inter = (1 - _correlation(p_s, p_t)).view(labels.shape)
-        if (counts := self.place.counted) is not None:
+        if (counts := context.counted) is not None:
             p_s, p_t = (p[counts.flatten()] for p in (p_s, p_t))
         intra = (1 - _correlation(p_s.T, p_t.T).mean()).expand(len(labels))
         square = self.temperature**2

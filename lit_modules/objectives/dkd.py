@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, split_at_label
 from lit_modules.objectives.search import Log, space
 
@@ -42,12 +43,14 @@ class DKD(LabelObjective):
         self.alpha, self.beta = weight("alpha", alpha), weight("beta", beta)
         self.ce_weight, self.warmup = weight("ce_weight", ce_weight), check_warmup(warmup)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         student_split, teacher_split = (split_at_label(z, labels) for z in self.temper(student, teacher))
         target = divergence(*(torch.stack(split[:2], -1) for split in (teacher_split, student_split)))
         # Both logarithms of the label's class are 0, so that their difference counts nothing.
         others = divergence(teacher_split[2], student_split[2])
-        scale = self.warmup_share * self.temperature**2
+        scale = self.warmup_share(context.epoch) * self.temperature**2
         return {
             "tckd": Term(target, scale * self.alpha, labelled=True),
             "nckd": Term(others, scale * self.beta, labelled=True),

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, kl, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.search import Log, space
 
 
@@ -32,8 +33,10 @@ class DML(Objective):
         self.peers = peers
         self.mutual_weight, self.ce_weight = weight("mutual_weight", mutual_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         log_s = F.log_softmax(student.logits, -1)
-        divergences = [kl(F.log_softmax(self.place.peers[peer].logits, -1), log_s) for peer in self.peers]
+        divergences = [kl(F.log_softmax(context.peers[peer].logits, -1), log_s) for peer in self.peers]
         mutual = Term(torch.stack(divergences).mean(0), self.mutual_weight)
         return {"mutual": mutual, "ce": ce_term(student, labels, self.ce_weight)}

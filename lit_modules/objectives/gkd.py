@@ -4,6 +4,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.jensen_shannon import generalized_jsd
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Linear, Log, space
@@ -53,14 +54,10 @@ class GKD(LogitObjective):
         super().__init__(temperature, standardize)
         if not 0 <= on_policy <= 1:
             raise BadInput("on_policy", on_policy, "a number from 0 to 1")
-        if max_new_tokens < 1:
-            raise BadInput("max_new_tokens", max_new_tokens, "at least 1")
-        if not 0 <= sampling_temperature < float("inf"):
-            raise BadInput("sampling_temperature", sampling_temperature, "0 or more")
+        self.set_sampling(max_new_tokens, sampling_temperature)
         if every < 1 or (every > 1 and not on_policy):
             raise BadInput("every", every, "1 or more steps, and 1 without on_policy")
-        self.on_policy, self.max_new_tokens = on_policy, max_new_tokens
-        self.sampling_temperature, self.every = sampling_temperature, every
+        self.on_policy, self.every = on_policy, every
         if not 0 <= beta <= 1:
             raise BadInput("beta", beta, "a number from 0 to 1")
         self.beta = beta
@@ -70,7 +67,9 @@ class GKD(LogitObjective):
                 "gkd_weight", gkd_weight, "above 0 beside on_policy: a student's own texts have no other loss"
             )
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         divergence = generalized_jsd(*self.log_probabilities(student, teacher), self.beta)
         gkd = Term(divergence * self.temperature**2, self.gkd_weight)
-        return {"gkd": gkd, "ce": ce_term(student, labels, 0.0 if self.place.is_written else self.ce_weight)}
+        return {"gkd": gkd, "ce": ce_term(student, labels, 0.0 if context.is_written else self.ce_weight)}

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention import SelfAttention
 from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.families import family_of
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.layers import INPUT
 from lit_modules.nets.projections import Projections, find_projections, hide_later, products
 from lit_modules.objectives.base import Outputs, Term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.hinton import Hinton
 from lit_modules.objectives.search import Linear, Log, space
 
@@ -52,7 +53,7 @@ class Linearize(Hinton):
 
     by_token, relates_tokens, tails = False, True, ()
     search = space(mixers_until=Linear(0.2, 0.8), kd_weight=Log(0.1, 10))
-    needs = "--student Mixer, which is made of the teacher"
+    needs = "`student Mixer`, which is made of the teacher"
 
     def __init__(
         self,
@@ -118,28 +119,24 @@ class Linearize(Hinton):
     def teacher_parts(self) -> list[nn.Module]:
         return [*self.mixers]
 
-    @property
-    def phase(self) -> str:
-        """What is trained now: maps, mixers or logits."""
-        progress = self.place.progress
+    def phase(self, progress: float) -> str:
+        """Return what is trained now: maps, mixers or logits."""
         return "maps" if progress < self.maps_until else "mixers" if progress < self.mixers_until else "logits"
 
-    def phases(self) -> Sequence[tuple[float, float]]:
-        ends = self.maps_until, self.mixers_until, 1.0
-        starts = 0.0, *ends[:-1]
-        return [(end - start, start) for start, end in zip(starts, ends, strict=True) if end > start]
+    def phases(self) -> Sequence[float]:
+        return sorted({0.0, self.maps_until, self.mixers_until} - {1.0})
 
-    def trains_all(self) -> bool:
-        return self.phase == "logits"
+    def trains_all(self, context: StepContext = NO_STEP) -> bool:
+        return self.phase(context.progress) == "logits"
 
-    def adapt_teacher(self, teacher: Outputs) -> Outputs:
+    def adapt_teacher(self, teacher: Outputs, context: StepContext = NO_STEP) -> Outputs:
         """Add what the phase compares, (b, T) of each block: how far the student's mixer is from the attention."""
-        gaps = dict[str, Tensor]()
+        gaps, phase = dict[str, Tensor](), self.phase(context.progress)
         for number, (mixer, (inputs, outputs)) in enumerate(zip(self.mixers, self.attention, strict=True)):
             x = teacher.features[inputs]
-            if self.phase == "mixers":
+            if phase == "mixers":
                 gaps[f"mixers.{number}"] = (widen(mixer(x)) - widen(teacher.features[outputs])).square().mean(-1)
-            elif self.phase == "maps":  # the rest of the mixer gets a gradient of zero, on each kind of hardware
+            elif phase == "maps":  # the rest of the mixer gets a gradient of zero, on each kind of hardware
                 gaps[f"maps.{number}"] = self._map_gap(number, mixer.weights(x), teacher) + 0 * widen(mixer(x)).mean(-1)
         return Outputs(teacher.logits, gaps)
 
@@ -150,13 +147,16 @@ class Linearize(Hinton):
         expected = hide_later(products(query, key, projections.scale_of(query.shape[3]))).softmax(-1)  # (b, T, H, T)
         return (weights.transpose(1, 2) - expected).square().sum(-1).mean(-1)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        if self.phase == "logits":
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
+        phase = self.phase(context.progress)
+        if phase == "logits":
             return super().forward(student, teacher, labels)
         assert teacher is not None
-        gaps = [teacher.features[f"{self.phase}.{number}"] for number in range(len(self.mixers))]
+        gaps = [teacher.features[f"{phase}.{number}"] for number in range(len(self.mixers))]
         weights = {"maps": self.maps_weight, "mixers": self.mixers_weight}
-        return {self.phase: Term(torch.stack(gaps).mean(0), weights[self.phase])}
+        return {phase: Term(torch.stack(gaps).mean(0), weights[phase])}
 
 
 def _attention_of(teacher: nn.Module, number: int) -> tuple[str, str]:

@@ -6,13 +6,14 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.ensemble import MEMBERS, SHARES, average_members
-from lit_modules.objectives.base import Objective, Outputs, check_temperature
-from lit_modules.objectives.top_k import is_top_k, top_k_log_probabilities
+from lit_modules.objectives.base import Outputs, check_temperature
+from lit_modules.objectives.text_objective import TextObjective
+from lit_modules.objectives.top_k import top_k_log_probabilities
 
 EPS = 1e-7
 
 
-class LogitObjective(Objective):
+class LogitObjective(TextObjective):
     """An objective of logits alone.
 
     Args:
@@ -30,6 +31,7 @@ class LogitObjective(Objective):
         self.temperatures = {self.temperature}
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
+        super().build(student, teacher)
         if self.standardize and (classes := student.logits.shape[-1]) < 3:
             why = "standardised logits of two are always 0.707 and -0.707, and have no gradient"
             raise BadInput("standardize", True, f"at least 3 classes, not {classes}: {why}")
@@ -49,7 +51,7 @@ class LogitObjective(Objective):
 
         Of a teacher that is stored in k tokens they are those of `top_k_log_probabilities`: of fewer events.
         """
-        if teacher is not None and is_top_k(teacher):
+        if teacher is not None and teacher.top_k:
             assert not isinstance(temperature, Tensor)
             t = self.temperature if temperature is None else temperature
             return top_k_log_probabilities(student.logits, teacher, t)
@@ -72,10 +74,9 @@ class LabelObjective(LogitObjective):
             name = type(self).__name__
             raise BadInput("classes", classes, f"at least 3: {name} compares classes other than a label's")
 
-    @property
-    def warmup_share(self) -> float:
-        """The share of its terms' weights, which grows by whole epochs from 1 / warmup to 1."""
-        return min((int(self.place.epoch) + 1) / self.warmup, 1.0) if self.warmup else 1.0
+    def warmup_share(self, epoch: float) -> float:
+        """Return the share of its terms' weights, which grows by whole epochs from 1 / warmup to 1."""
+        return min((int(epoch) + 1) / self.warmup, 1.0) if self.warmup else 1.0
 
 
 def temper(outputs: Outputs, temperature: float | Tensor, standardize: bool = False) -> Tensor:

@@ -12,11 +12,12 @@ from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import divergence
 from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import StagesObjective, match_blocks, number_layers
+from lit_modules.objectives.text_objective import TextObjective
 
 PAIRS = {"attention": (0, 1), "value": (2, 2), "query": (0, 0), "key": (1, 1)}  # of queries, keys and values
 
 
-class RelationObjective(StagesObjective):
+class RelationObjective(StagesObjective, TextObjective):
     """An objective that compares products of queries, keys and values, of tokens of a text or an image with each other.
 
     They are computed before anything is masked, as tokens that are learned attend to those of the prompt. A token of a

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets.layers import resolve
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.search import Log, space
 from lit_modules.objectives.stages import Size, StagesObjective, number_layers, pool_to
 
@@ -72,11 +73,13 @@ class ReviewKD(StagesObjective):
             fused[f"fused.{number}"], deeper = self.fusions[number](x, deeper, self.sizes[number])
         return student.with_features(fused)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         total = torch.zeros(())
         for number, (_, f_t) in enumerate(self.pairs(student, teacher)):
             total = total + _hcl(student.features[f"fused.{number}"], _as_map(f_t))
-        ramp = min(self.place.epoch / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
+        ramp = min(context.epoch / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
         review = Term(total, self.review_weight * ramp)
         return {"review": review, "ce": ce_term(student, labels, self.ce_weight)}
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.objectives.base import Outputs, Term, ce_term, check_temperature, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.logits import LabelObjective, check_warmup, divergence, pick_label, split_at_label
 from lit_modules.objectives.search import Log, space
 
@@ -24,7 +25,7 @@ class RLD(LabelObjective):
             has 20, and for ImageNet 1, beta 0.5 or 2, and T 1.
         ce_weight: weight of the cross-entropy with the labels.
         standardize: that of LogitObjective.
-        scd_temperature: S. 1 is the released code's default; its command for CIFAR-100 sets it to T (`--same-t`).
+        scd_temperature: S. 1 is the released code's default; its command for CIFAR-100 sets it to T (`same-t`).
     """
 
     search = space(alpha=Log(0.1, 10), beta=Log(0.5, 20), temperature=Log(1, 8))
@@ -44,7 +45,9 @@ class RLD(LabelObjective):
         self.alpha, self.beta = weight("alpha", alpha), weight("beta", beta)
         self.ce_weight, self.warmup = weight("ce_weight", ce_weight), check_warmup(warmup)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         z_s, z_t = self.temper(student, teacher, self.scd_temperature)
         splits = split_at_label(z_t, z_t.argmax(-1)), split_at_label(z_s, labels)
         confidence = divergence(*(torch.stack(split[:2], -1) for split in splits))
@@ -55,8 +58,9 @@ class RLD(LabelObjective):
             for z in self.temper(student, teacher)
         )
         correlation = (log_t.exp() * (log_t - log_s)).where(lower, 0.0).sum(-1)
+        share = self.warmup_share(context.epoch)
         return {
-            "scd": Term(confidence, self.warmup_share * self.alpha * self.scd_temperature**2, labelled=True),
-            "mcd": Term(correlation, self.warmup_share * self.beta * self.temperature**2, labelled=True),
+            "scd": Term(confidence, share * self.alpha * self.scd_temperature**2, labelled=True),
+            "mcd": Term(correlation, share * self.beta * self.temperature**2, labelled=True),
             "ce": ce_term(student, labels, self.ce_weight),
         }

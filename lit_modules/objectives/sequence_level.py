@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from apprentice.errors import BadInput
-from lit_modules.objectives.base import Objective, Outputs, Term, ce_term
+from lit_modules.objectives.base import Outputs, Term, ce_term
+from lit_modules.objectives.text_objective import TextObjective
 
 
-class SequenceLevel(Objective):
+class SequenceLevel(TextObjective):
     """CE of the responses that the teacher writes to the prompts of the data, in place of the data's own.
 
     They are written once, before the first step, for all students of the same options, and kept in
-    `--teacher_cache_dir`, if that is given, for other runs with the same teacher, texts and options.
+    `teacher_cache_dir`, if that is given, for other runs with the same teacher, texts and options.
 
     Source: Kim and Rush 2016, "Sequence-Level Knowledge Distillation" (arXiv:1606.07947), section 3.2; there the texts
     are those of a beam search, here the likeliest token, or one that is drawn, follows the other.
@@ -27,11 +27,7 @@ class SequenceLevel(Objective):
 
     def __init__(self, max_new_tokens: int = 128, sampling_temperature: float = 0.0) -> None:
         super().__init__()
-        if max_new_tokens < 1:
-            raise BadInput("max_new_tokens", max_new_tokens, "at least 1")
-        if not 0 <= sampling_temperature < float("inf"):
-            raise BadInput("sampling_temperature", sampling_temperature, "0 or more")
-        self.max_new_tokens, self.sampling_temperature = max_new_tokens, sampling_temperature
+        self.set_sampling(max_new_tokens, sampling_temperature)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         return {"ce": ce_term(student, labels, 1.0)}

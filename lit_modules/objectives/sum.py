@@ -1,17 +1,18 @@
 """A weighted sum of objectives."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import cast
 
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput, naming
 from lit_modules.objectives.base import Objective, Outputs, Term, merge_views, select_view, weight
+from lit_modules.objectives.context import NO_STEP, StepContext, call
+from lit_modules.objectives.text_objective import TextObjective, of_texts
 from lit_modules.objectives.top_k import TAILS
 
 
-class Sum(Objective):
+class Sum(TextObjective):
     """The weighted sum of objectives, such as the tutorial's suggestion of soft targets and cosine together.
 
     Its terms are named `<position>.<term>`, which keeps those of two objectives of one kind apart.
@@ -28,7 +29,8 @@ class Sum(Objective):
         self.weights = [weight("weights", w) for w in weights or [1.0] * len(objectives)]
         if len(self.weights) != len(objectives):
             raise BadInput("weights", weights, f"{len(objectives)} weights, one for each objective")
-        if writers := [o for o in objectives if o.on_policy]:
+        texts = [of_texts(objective) for objective in objectives]
+        if writers := [o for o, of in zip(objectives, texts, strict=True) if of.on_policy]:
             raise BadInput(
                 "objectives", type(writers[0]).__name__, "parts with on_policy 0: a sum has the data's texts"
             )
@@ -36,10 +38,10 @@ class Sum(Objective):
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self._name_layers()
         self.relates_rows = any(o.relates_rows for o in objectives)
-        self.relates_tokens = any(o.relates_tokens for o in objectives)
-        self.by_token = all(o.by_token for o in objectives)
+        self.relates_tokens = any(of.relates_tokens for of in texts)
+        self.by_token = all(of.by_token for of in texts)
         self.needs_labels = any(o.needs_labels for o in objectives)
-        taught = [o for o in objectives if o.uses_teacher]
+        taught = [of_texts(o) for o in objectives if o.uses_teacher]
         self.tails = [tail for tail in TAILS if all(tail in o.tails for o in taught)]
         self.temperatures = {t for o in taught for t in o.temperatures}
         self.peers = [peer for o in objectives for peer in o.peers]
@@ -50,10 +52,8 @@ class Sum(Objective):
         self.teacher_layers = _prefix_layers(o.teacher_layers for _, o in self._parts())
 
     def _parts(self) -> Iterator[tuple[str, Objective]]:
-        """Yield each part with its position, and set its place to that of the sum."""
-        for i, objective in cast("Iterator[tuple[str, Objective]]", self.objectives.named_children()):
-            objective.place = self.place
-            yield i, objective
+        """Yield each part with its position."""
+        yield from cast("Iterator[tuple[str, Objective]]", self.objectives.named_children())
 
     def wrap(self, net: nn.Module, teacher: nn.Module, example: Tensor) -> nn.Module:
         """Return the net of the one part that replaces the student's, if any."""
@@ -68,18 +68,17 @@ class Sum(Objective):
                 objective.choose(student, teacher)
         self._name_layers()
 
-    def build(self, student: Outputs, teacher: Outputs | None) -> None:
+    def build(self, student: Outputs, teacher: Outputs | None, context: StepContext = NO_STEP) -> None:
         for i, objective in self._parts():
             with naming(f"objectives.{i}"):
-                objective.build(student, teacher)
+                call(objective.build, student, teacher, context=context)
         self.fewest_related = max(objective.fewest_related for _, objective in self._parts())
 
-    def trains_all(self) -> bool:
-        return any(objective.trains_all() for _, objective in self._parts())
+    def trains_all(self, context: StepContext = NO_STEP) -> bool:
+        return any(call(objective.trains_all, context=context) for _, objective in self._parts())
 
-    def phases(self) -> Sequence[tuple[float, float]]:
-        starts = sorted({progress for _, objective in self._parts() for _, progress in objective.phases()})
-        return [(end - start, start) for start, end in pairwise([*starts, 1.0])]
+    def phases(self) -> Sequence[float]:
+        return sorted({start for _, objective in self._parts() for start in objective.phases()})
 
     def parts(self) -> list[nn.Module]:
         return [part for _, objective in self._parts() for part in objective.parts()]
@@ -88,28 +87,41 @@ class Sum(Objective):
         return [part for _, objective in self._parts() for part in objective.teacher_parts()]
 
     def adapt(self, student: Outputs) -> Outputs:
-        """Add the features that parts adapt, as `<position>><path>`."""
-        return student.with_features(merge_views(student, {i: o.adapt(student) for i, o in self._parts()}))
+        """Add the features that parts adapt."""
+        return _add(student, {i: o.adapt(student) for i, o in self._parts()})
 
     def condense(self, teacher: Outputs) -> Outputs:
-        """Reduce the teacher's outputs to what the parts need, features that they condense as `<position>><path>`."""
-        return teacher._replace(features=merge_views(teacher, {i: o.condense(teacher) for i, o in self._parts()}))
+        """Reduce the teacher's outputs to what the parts need."""
+        return merge_views(teacher, {i: o.condense(teacher) for i, o in self._parts()})
 
-    def adapt_teacher(self, teacher: Outputs) -> Outputs:
-        """Add the features that parts adapt, as `<position>><path>`."""
-        views = {i: o.adapt_teacher(select_view(i, teacher)) for i, o in self._parts()}
-        return teacher.with_features(merge_views(teacher, views))
+    def adapt_teacher(self, teacher: Outputs, context: StepContext = NO_STEP) -> Outputs:
+        """Add the features that parts adapt."""
+        views = {i: call(o.adapt_teacher, select_view(i, teacher), context=context) for i, o in self._parts()}
+        return _add(teacher, views)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         return {
             f"{i}.{name}": term._replace(weight=term.weight * self.weights[int(i)])
             for i, objective in self._parts()
-            for name, term in objective(select_view(i, student), teacher and select_view(i, teacher), labels).items()
+            for name, term in objective.call_forward(
+                select_view(i, student), teacher and select_view(i, teacher), labels, context
+            ).items()
         }
 
-    def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
+    def after_batch(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> None:
         for i, objective in self._parts():
-            objective.after_batch(select_view(i, student), teacher and select_view(i, teacher), labels)
+            outputs = select_view(i, student), teacher and select_view(i, teacher)
+            call(objective.after_batch, *outputs, labels, context=context)
+
+
+def _add(outputs: Outputs, views: Mapping[str, Outputs]) -> Outputs:
+    """Return outputs with the features that parts have in their views."""
+    merged = merge_views(outputs, views)
+    return outputs._replace(features=outputs.features | merged.features, own={**outputs.own, **merged.own})
 
 
 def _prefix_layers(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:

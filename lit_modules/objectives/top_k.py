@@ -1,42 +1,20 @@
 """A teacher's distribution as it is stored, in k tokens, and a student's distribution over the same events.
 
-In place of logits (b, T, V) such a teacher's `Outputs` have log-probabilities (b, T, k), and as features the tokens to
-which they belong and the mass of the others; or tokens that were drawn from its distribution.
+Such a teacher's `Outputs` have `top_k`: the tokens and the mass of the others, with log-probabilities (b, T, k) in
+place of logits (b, T, V); or tokens that were drawn from its distribution.
 """
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.nets.base import Outputs
+from lit_modules.nets.outputs import Outputs
 
 Tail = Literal["bucket", "sample", "renormalize"]
 TAILS: tuple[str, ...] = get_args(Tail)
 DISJOINT = "bucket", "renormalize"  # forms in which both nets have a distribution over the same events
-TOKENS = "top_k"  # the feature that holds the tokens (b, T, k) int64
-
-
-def tail_at(temperature: float) -> str:
-    """Name the feature (b, T), the logarithm of the sum of p^(1/temperature) over the tokens that are not stored."""
-    return f"{TOKENS} tail {float(temperature)!r}"
-
-
-def draws_at(temperature: float) -> str:
-    """Name the feature (b, T, k) int64, tokens that were drawn from the distribution at a temperature."""
-    return f"{TOKENS} draws {float(temperature)!r}"
-
-
-def is_top_k(teacher: Outputs) -> bool:
-    """Return whether a teacher's outputs are of k tokens instead of all."""
-    return TOKENS in teacher.features or has_draws(teacher.features)
-
-
-def has_draws(features: Iterable[str]) -> bool:
-    """Return whether these names of features are those of drawn tokens."""
-    return any(path.startswith(f"{TOKENS} draws") for path in features)
 
 
 def top_k_log_probabilities(student: Tensor, teacher: Outputs, temperature: float) -> tuple[Tensor, Tensor]:
@@ -46,12 +24,13 @@ def top_k_log_probabilities(student: Tensor, teacher: Outputs, temperature: floa
     one they are the k tokens, given that it is one of them. With drawn tokens p_t is 1 / k for each, and p_s that of
     the student's whole distribution: only what is linear in p_t, such as a cross-entropy, is unbiased.
     """
-    z = student / temperature
-    if has_draws(teacher.features):
-        drawn = teacher.features[draws_at(temperature)]
+    z, stored = student / temperature, teacher.top_k
+    assert stored
+    if stored.tokens is None:
+        drawn = stored.draws[temperature]
         log_s = F.log_softmax(z, -1).gather(-1, drawn)
         return log_s, torch.full_like(log_s, 1 / drawn.shape[-1]).log()
-    tokens, tail = teacher.features[TOKENS], teacher.features.get(tail_at(temperature))
+    tokens, tail = stored.tokens, stored.tails.get(temperature)
     picked, log_t = z.gather(-1, tokens), teacher.logits.to(z.dtype) / temperature
     if tail is not None:
         others = z.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)

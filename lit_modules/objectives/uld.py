@@ -6,12 +6,14 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from lit_modules.nets.other_tokens import OtherTokens
-from lit_modules.objectives.base import Objective, Outputs, Term, ce_term, weight
+from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.jensen_shannon import generalized_jsd
 from lit_modules.objectives.search import Log, space
+from lit_modules.objectives.text_objective import TextObjective
 
 
-class ULD(Objective):
+class ULD(TextObjective):
     """sorted_weight * sum of |p_s - p_t| in decreasing order + direct_weight * JSD_beta of others + ce_weight * CE.
 
     Of a group of tokens that ends at one byte in both tokenizers, p are its tokens' probabilities but the last's
@@ -61,17 +63,19 @@ class ULD(Objective):
     def choose(self, student: nn.Module, teacher: nn.Module) -> None:
         if not isinstance(teacher, OtherTokens):
             expected = (
-                "--teacher_tokenizer beside it: a teacher with the student's tokens is compared by GKD and others"
+                "`teacher_tokenizer` beside it: a teacher with the student's tokens is compared by GKD and others"
             )
             raise BadInput("teacher", type(teacher).__name__, expected)
         if self.match:
             self.matched = teacher.matched
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
         assert teacher is not None
         sizes, log_t = teacher.logits[..., 0].round().long().clamp(0, labels.shape[1]), teacher.logits[..., 1:]
         log_s = student.logits.log_softmax(-1)
-        counted = torch.ones_like(labels, dtype=torch.bool) if self.place.counted is None else self.place.counted
+        counted = torch.ones_like(labels, dtype=torch.bool) if context.counted is None else context.counted
         chosen = log_s.gather(-1, labels[..., None])[..., 0].where(counted, 0.0)
         row, last = ((sizes > 0) & counted).nonzero(as_tuple=True)
         first = last + 1 - sizes[row, last]

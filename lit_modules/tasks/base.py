@@ -17,6 +17,7 @@ from lit_modules.tasks.scores import Scores
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
 TEXTS = "texts"  # name of the texts in each row, where a row may have several
+COUNTS = {LABELLED, TOKENS, TEXTS}
 EMA = "ema_"  # how names of scores of averaged weights begin
 FIDELITY = ("kl", "agreement")  # how a net follows its teacher, for each sample: see `fidelity`
 NONE = "—"  # for what is not known
@@ -78,6 +79,15 @@ class Metric:
         return f"{value:+.{self.digits}f}" if value else f"{0:.{self.digits}f}"
 
 
+class BatchSize(NamedTuple):
+    """How large a global batch is."""
+
+    rows: int
+    samples: int
+    values: float  # of which means are, such as tokens that count
+    labelled: float = 1.0  # fraction of these with a label
+
+
 class Range(NamedTuple):
     """The smallest and the largest label, but for IGNORED ones, and whether there are such."""
 
@@ -92,13 +102,15 @@ class Task(Recorded):
     A data module names its task; `lit_modules.tasks.task_of` makes it.
 
     Attributes:
-        metrics: what nets can be judged by, by the values of `--metric`; the first is the default.
+        metrics: what nets can be judged by, by the values of `metric`; the first is the default.
         metric: what nets are judged by.
         weight: of the values of a single sample, the one that is its weight in means over samples; "" for equal ones.
+        parts: import path of the parts with which a loop trains on such samples: see `lit_modules.training.parts`.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
     weight: ClassVar[str] = ""
+    parts: ClassVar[str] = "lit_modules.training.parts.Parts"
     metric: Metric
 
     @classmethod
@@ -129,6 +141,11 @@ class Task(Recorded):
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """What of a row's labels counts, (b,), by the names LABELLED or TOKENS; nothing if each row has one label."""
         return {} if batch.label_weight is None else {LABELLED: label_mask(batch.labels)}
+
+    def batch_size(self, rows: int, counts: Mapping[str, float]) -> BatchSize:
+        """The size of a global batch of so many rows, given the means over them of what `counts` gives."""
+        samples, values = round(rows * counts.get(TEXTS, 1.0)), rows * counts.get(TOKENS, 1.0)
+        return BatchSize(rows, samples, values, counts.get(LABELLED, 1.0))
 
     def keep_samples(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What a record keeps of single test samples, given their values (n,) by `Scores.sampled`."""

@@ -1,7 +1,7 @@
 """Evaluation scores, which count each sample once on any number of ranks, and values of single test samples."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from apprentice.batch import label_mask
 from lit_modules.objectives.base import widen
 
 UNIT = 2.0**32
+TRAIN, VALIDATION, TEST = PARTS = "train", "validation", "test"  # of a data set
+ByPart = float | Mapping[str, float]  # of all parts, or of each by its name
 
 
 class ExactMean(Metric):
@@ -62,6 +64,7 @@ class Scores(nn.Module):
     trained: tuple[str, ...]  # of the values that training logs beside the loss, as `per_label` has them
     sampled: tuple[str, ...] = ()  # of the values of a single sample in a test
     index: Tensor | None = None  # places (b,) in the set of the samples that `update` gets, if they are known
+    part: str = TEST  # of the data that is scored
 
     def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
@@ -74,7 +77,7 @@ class Scores(nn.Module):
     def reset(self) -> None:
         """Start from zero."""
         for metric in self.children():
-            metric.reset()  # type: ignore[operator]
+            cast("Metric", metric).reset()
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         """Values (b, ...) by name in `trained`, whose means are logged; `ce` are cross-entropies, if known already."""

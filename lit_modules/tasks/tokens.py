@@ -14,7 +14,7 @@ from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
-from lit_modules.tasks.scores import ExactMean, Scores, TokenValues
+from lit_modules.tasks.scores import PARTS, TEST, TRAIN, ByPart, ExactMean, Scores, TokenValues
 
 OF_PARTS = "test_loss_window", "test_loss_linear"  # where attention has two parts, of one alone
 BITS = Metric(
@@ -44,16 +44,18 @@ class Tokens(Task):
     """Texts with a label for each of their T tokens, -100 for one that does not count; nets give logits (b, T, V).
 
     Args:
-        tokens_per_character: of the text that is scored; 1 if tokens are characters.
+        tokens_per_character: of the text that is scored, or of each part of the data by its name (`train`,
+            `validation`, `test`); 1 if tokens are characters.
         tokens_per_byte: in its place, of responses that are judged by bits per byte.
         answers: whether the labels that count are answers, and how many are right judges a net.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType({"bits": BITS, "bytes": BYTES, "answers": ANSWERS})
     weight = "tokens"
+    parts = "lit_modules.text.parts.TextParts"
 
     def __init__(
-        self, tokens_per_character: float = 1.0, tokens_per_byte: float | None = None, answers: bool = False
+        self, tokens_per_character: ByPart = 1.0, tokens_per_byte: ByPart | None = None, answers: bool = False
     ) -> None:
         super().__init__()
         self.answers = answers
@@ -63,9 +65,9 @@ class Tokens(Task):
     @classmethod
     def of_data(cls, data: Any, metric: str | None = None) -> "Tokens":
         """The task of a data module with such attributes; BadInput for a metric, as there is no choice."""
-        task = cls(data.tokens_per_character, data.tokens_per_byte, data.labels_are_answers)
+        task = cls(**data.task_arguments)
         if metric is not None:
-            expected = f"no metric beside --data {data.name}, which is judged by {task.metric.word}"
+            expected = f"not allowed with `data {data.name}`, which is judged by {task.metric.word}"
             raise BadInput("metric", metric, expected)
         return task
 
@@ -106,7 +108,7 @@ class Tokens(Task):
         score = self.metric.score
         if "unit" not in values:
             return {f"sample_{score}": values[score][values["tokens"] > 0]}
-        bits = values[score] * values["tokens"] / self.tokens_per_unit
+        bits = values[score] * values["tokens"] / _by_part(self.tokens_per_unit)[TEST]
         _, first, unit = np.unique(values["unit"], return_index=True, return_inverse=True)
         order = first.argsort()  # of units by their first sample
         bits, sizes = (np.bincount(unit, x)[order] for x in (bits, values["size"]))
@@ -116,12 +118,14 @@ class Tokens(Task):
 class TokenScores(Scores):
     """Scores of a language model: loss per token in nats, bits per character, perplexity; ignores labels of -100.
 
-    `name` is that of the second: `bpc`, or `bpb` for bits per byte, of which `tokens_per_unit` are.
+    `name` is that of the second: `bpc`, or `bpb` for bits per byte. `tokens_per_unit` of these are in each part of the
+    data: the text of one may have more bytes a token than that of another.
     """
 
-    def __init__(self, tokens_per_unit: float = 1.0, name: str = "bpc") -> None:
+    def __init__(self, tokens_per_unit: ByPart = 1.0, name: str = "bpc") -> None:
         super().__init__()
-        self.bits, self.name = tokens_per_unit / math.log(2), name  # for a nat per token
+        self.bits = {part: rate / math.log(2) for part, rate in _by_part(tokens_per_unit).items()}  # a nat per token
+        self.name = name
         self.names, self.trained, self.sampled = ("loss", name, "perplexity"), (name,), (name, "tokens")
         self.loss = ExactMean()
 
@@ -130,15 +134,15 @@ class TokenScores(Scores):
 
     def compute(self) -> dict[str, Tensor]:
         loss = self.loss.compute()
-        return {"loss": loss, self.name: loss * self.bits, "perplexity": loss.exp()}
+        return {"loss": loss, self.name: loss * self.bits[self.part], "perplexity": loss.exp()}
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
-        return {self.name: (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits}
+        return {self.name: (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits[TRAIN]}
 
     def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
         tokens = label_mask(labels).sum(1)
-        bits = (_losses(logits, labels) * self.bits).where(label_mask(labels), 0.0)
+        bits = (_losses(logits, labels) * self.bits[TEST]).where(label_mask(labels), 0.0)
         return {self.name: bits.sum(1) / tokens.clamp(min=1), "tokens": tokens}
 
 
@@ -167,6 +171,10 @@ class AnswerScores(Scores):
         known = label_mask(labels)
         right = (self.per_label(_whole(logits), labels)["answers"] * known).sum(1)
         return {"answers": right / known.sum(1).clamp(min=1), "tokens": known.sum(1)}
+
+
+def _by_part(value: ByPart) -> Mapping[str, float]:
+    return value if isinstance(value, Mapping) else dict.fromkeys(PARTS, value)
 
 
 def _whole(logits: Tensor | TokenValues) -> Tensor:

@@ -1,11 +1,9 @@
-"""The base of all strategies of this package: how ranks start, meet and end."""
+"""The base of all strategies of this package: how ranks start, meet and end; how they compute, its steps say."""
 
 import atexit
 import multiprocessing
 import os
-import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -17,16 +15,23 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim import Optimizer
 
+from apprentice.contract import layout_of
 from apprentice.errors import BadInput
 from strategies.base import failures, gradients, rendezvous
 from strategies.base.launchers import ForkLauncher, ScriptLauncher
-from strategies.base.private import add_worker_init_fn, collect_rng_states, destroy_process_group, set_rng_states
+from strategies.base.private import (
+    add_worker_init_fn,
+    callbacks_of,
+    collect_rng_states,
+    destroy_process_group,
+    set_rng_states,
+)
+from strategies.base.ranks import RankStrategy
+from strategies.base.steps import PlainSteps
 
 LONGEST = 1e9  # seconds of a timeout, of which torch counts nanoseconds in 64 bits
 
@@ -39,7 +44,7 @@ def check_backend(name: str) -> None:
         raise BadInput("process_group_backend", name, f"one of {', '.join(known)}")
 
 
-class DataParallel(DDPStrategy):
+class DataParallel(RankStrategy):
     """Lightning's DDPStrategy with ranks that are forked where that is safe, and errors that name the missing rank.
 
     A forked rank starts in a second; a sub-process imports everything again (8 ranks: 10 s against 80 s). After the
@@ -55,14 +60,11 @@ class DataParallel(DDPStrategy):
         accelerator: as DDPStrategy's, and so are the others; the Trainer sets those that are None.
     """
 
-    cluster_environment: ClusterEnvironment
-    _timeout: timedelta
-    saves_alone = False  # whether rank zero holds all that is in a checkpoint, without the other ranks
     _relates_rows = True  # whether a loss may relate rows of the global batch, which it always may under `exact`
-    _has_whole_nets = True  # whether a rank can call the nets of a module by themselves, as to write texts
+    _has_whole_nets = True  # whether a rank can call the nets of a module by themselves
+    _has_trainer = False
     _interrupted = False  # whether an exception has ended the fit, and other ranks may have gone
-    create_optimizers: Callable[[], None] | None = None  # makes a finished fit's optimizers and schedulers on demand
-    missing: BaseException | None = None  # names ranks that stopped responding before this one left the group
+    steps: PlainSteps  # how batches are run
 
     def __init__(
         self,
@@ -85,11 +87,11 @@ class DataParallel(DDPStrategy):
         if process_group_backend is not None:
             check_backend(process_group_backend)
         rendezvous.check_init_method(init_method)
-        self.undo = ExitStack()  # of what a setup has changed; `teardown` closes it
         from_trainer = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(*from_trainer, timeout=limit, process_group_backend=process_group_backend)
-        self.start_method, self.init_method = start_method, init_method
-        self._socket: socket.socket | None = None  # of rank 0's store, bound before ranks are started here
+        options: dict[str, Any] = {"timeout": limit, "process_group_backend": process_group_backend}
+        super().__init__(*from_trainer, init_method=init_method, **options)
+        self.start_method = start_method
+        self.steps = PlainSteps()
 
     def _refuse(self, arguments: Collection[str], *names: str) -> None:
         """Raise TypeError for any of `arguments`, or only for these names, which the class sets itself."""
@@ -118,8 +120,20 @@ class DataParallel(DDPStrategy):
 
     @property
     def exact(self) -> int | None:
-        """The number of shards of a batch, if it is cut."""
-        return None
+        """The number of shards of a batch, if it is cut; set it before the Trainer is made."""
+        return self.steps.shards
+
+    @exact.setter
+    def exact(self, shards: int | None) -> None:
+        if self._has_trainer:
+            raise BadInput("exact", shards, "a number that is set before the Trainer is made")
+        self.steps = self._make_steps(shards)
+
+    def _make_steps(self, shards: int | None) -> PlainSteps:
+        """Return the way to run batches, cut into so many shards unless that is None."""
+        if shards is not None:
+            raise AttributeError(f"{type(self).__name__} has no exact mode")
+        return PlainSteps()
 
     def _fault(self, expected: str, step: str = "training_step") -> BadInput:
         """Return the error of a step that can't be trained so; it names `exact`, where a batch is cut."""
@@ -133,17 +147,17 @@ class DataParallel(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks that read different rows, and the number of this one."""
-        rank, replicas = self.replica
+        rank, replicas = self.replica if self.steps.has_own_rows else (0, 1)
         return {"num_replicas": replicas, "rank": rank}
-
-    @property
-    def _timeout_seconds(self) -> float:
-        return self._timeout.total_seconds()
 
     # How ranks start and meet
 
     def _configure_launcher(self) -> None:
         self._check_devices()
+        self._has_trainer = True
+        if not self.steps.needs_group():
+            self._launcher = None
+            return
         method: Any = self.start_method
         if method == "auto":
             method = "fork" if self.root_device.type == "cpu" else "popen"
@@ -166,35 +180,23 @@ class DataParallel(DDPStrategy):
         if environment.creates_processes_externally and (started := environment.world_size()) != self._num_ranks:
             devices = f"{started / self.num_nodes:g} on each of {self.num_nodes} nodes"
             raise BadInput("devices", self.num_processes, f"{devices}, as {started} ranks were started")
+        self.steps.check_devices()
 
     def check_module(self, module: LightningModule) -> None:
         """Raise BadInput where the strategy can't train the module; called before a fork and in each rank."""
-        if getattr(module, "relates_rows", False) and not self._relates_rows and self.exact is None:
+        layout, name = layout_of(module), type(self).__name__
+        if layout.relates_rows and not self._relates_rows and self.exact is None:
             expected = "objectives that don't relate rows of the global batch, or another, as ddp or fsdp"
-            raise BadInput("strategy", type(self).__name__, expected)
-        if getattr(module, "may_write", False) and not self._has_whole_nets:
-            expected = "methods with on_policy 0, or ddp or ddp_zero1, whose ranks have whole nets that write texts"
-            raise BadInput("strategy", type(self).__name__, expected)
-
-    def check_trainer(self, trainer: Trainer) -> None:
-        """Raise BadInput where the strategy can't keep the Trainer's settings; called with `check_module`."""
+            raise BadInput("strategy", name, expected)
+        if layout.whole_nets_unless and not self._has_whole_nets:
+            expected = f"{layout.whole_nets_unless}, or ddp or ddp_zero1, whose ranks have whole nets"
+            raise BadInput("strategy", name, expected)
+        self.steps.check_module(module)
 
     def _refuse_callbacks(self, trainer: Trainer, kinds: tuple[type[Callback], ...], expected: str) -> None:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(callback, kinds):
                 raise BadInput("callbacks", type(callback).__name__, expected)
-
-    def bind(self) -> None:
-        """Bind rank 0's port before ranks are started, so that no other run on this machine can take it."""
-        if self.init_method in rendezvous.BY_ENVIRONMENT:
-            self._socket = rendezvous.bind_master_port(self.cluster_environment)
-
-    def close_socket(self) -> None:
-        """Close this process's copy of the socket; rank 0's store has its own."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
 
     def join(self) -> None:
         """Join the process group early, where a launcher has started the ranks."""
@@ -208,9 +210,11 @@ class DataParallel(DDPStrategy):
             self._launcher.kill_children()
 
     def setup_distributed(self) -> None:
-        """Join the process group, unless this process has: see `rendezvous`."""
+        """Join the process group, unless this process has or needs none: see `rendezvous`."""
         reset_seed()
         self.set_world_ranks()
+        if not self.steps.needs_group():
+            return
         self._process_group_backend = self._get_process_group_backend()
         if dist.is_initialized():
             return
@@ -237,7 +241,7 @@ class DataParallel(DDPStrategy):
         if self.init_method not in rendezvous.BY_ENVIRONMENT:
             return rendezvous.rendezvous(self.init_method, ("", 0), *ranks, seconds)
         bound = self._socket or getattr(environment, "listening", None)
-        address = environment.main_address, bound.getsockname()[1] if bound else environment.main_port
+        address = environment.main_address, bound.getsockname()[1] if bound else rendezvous.main_port(environment)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
         return rendezvous.rendezvous(None, address, *ranks, seconds, bound)
 
@@ -284,21 +288,18 @@ class DataParallel(DDPStrategy):
 
     # How a fit begins and ends
 
-    def replace(self, owner: object, name: str, value: Any) -> None:
-        """Hide an attribute of an object's class, such as a method, until the teardown."""
-        self.undo.callback(vars(owner).pop, name, None)
-        setattr(owner, name, value)
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.steps.setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         self._interrupted = False
-        super().setup(trainer)
-
-    def teardown(self) -> None:
-        """Undo what the setup has changed."""
-        try:
-            self.undo.close()
-        finally:
-            super().teardown()
+        self.check_module(self._module)
+        self.steps.setup(trainer)
+        if self.steps.needs_group():
+            super().setup(trainer)
+        else:
+            Strategy.setup(self, trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the ranks that stopped responding, if a collective has failed: see `failures`."""
@@ -318,45 +319,25 @@ class DataParallel(DDPStrategy):
                 self.teardown()
             raise
 
-    # Optimizers of the last fit, which the process that forked its ranks makes on demand
+    # How batches are run
 
-    def _create_pending(self) -> None:
-        create, self.create_optimizers = self.create_optimizers, None  # what it calls may ask for them, too
-        try:
-            if create is not None:
-                create()
-        except BaseException:
-            self.create_optimizers = create
-            raise
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self.steps.batch_to_device(super().batch_to_device, batch, device, dataloader_idx)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those of the current fit or of the last one."""
-        self._create_pending()
-        return self._optimizers
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.training_step(super().training_step, *args, **kwargs)
 
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self.create_optimizers = None
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+    def on_validation_start(self) -> None:
+        """Begin to count batches."""
+        self.steps.start_evaluation()
 
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        self._create_pending()
-        return self._lr_scheduler_configs
+    on_test_start = on_predict_start = on_validation_start
 
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self._lr_scheduler_configs = configs
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluation_step(super().validation_step, *args, **kwargs)
 
-    @contextmanager
-    def without_optimizers(self, restore: bool) -> Iterator[None]:
-        """Drop an earlier fit's optimizers inside, as new ranks have no use for them, and restore them on demand."""
-        create, self.create_optimizers = self.create_optimizers, None
-        optimizers, configs = self.optimizers, self.lr_scheduler_configs
-        self.optimizers, self.lr_scheduler_configs = [], []
-        try:
-            yield
-        finally:
-            if restore:
-                self.optimizers, self.lr_scheduler_configs, self.create_optimizers = optimizers, configs, create
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluation_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.predict_step(super().predict_step, *args, **kwargs)

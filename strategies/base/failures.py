@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
@@ -16,11 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from apprentice.errors import BadInput
-from strategies.base.private import SubprocessScriptLauncher, abort_process_group, default_store
+from strategies.base.private import SubprocessScriptLauncher, abort_process_group, callbacks_of, default_store
+from strategies.base.ranks import RankStrategy
 from strategies.base.rendezvous import RankTimeoutError
-
-if TYPE_CHECKING:
-    from strategies.base.data_parallel import DataParallel
 
 PATIENCE = 5.0  # seconds until a rank has failed alone
 STOP = "should_stop"
@@ -31,8 +29,7 @@ SIGNS = re.compile("[Tt]imed out|timeout caused|Connection (closed|reset)|Broken
 
 def may_save(trainer: Trainer) -> bool:
     """Whether a callback has an `on_exception`, which may save a checkpoint."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    hooks = [callback for callback in callbacks if type(callback).on_exception is not Callback.on_exception]
+    hooks = [callback for callback in callbacks_of(trainer) if type(callback).on_exception is not Callback.on_exception]
     return any(callback.save_on_exception if isinstance(callback, ModelCheckpoint) else True for callback in hooks)
 
 
@@ -68,13 +65,13 @@ def receive(file: Path) -> BaseException | None:
     return None
 
 
-def saves_alone(strategy: "DataParallel", trainer: Trainer) -> bool:
+def saves_alone(strategy: RankStrategy, trainer: Trainer) -> bool:
     """Whether this rank saves a checkpoint of a failed fit, whatever has become of the others."""
     has_state = strategy.is_global_zero and (strategy.saves_alone or strategy.world_size == 1)
     return has_state and trainer.state.fn == TrainerFn.FITTING and may_save(trainer)
 
 
-def prepare_hooks(strategy: "DataParallel", trainer: Trainer, exception: BaseException, ends: bool) -> None:
+def prepare_hooks(strategy: RankStrategy, trainer: Trainer, exception: BaseException, ends: bool) -> None:
     """Before Lightning calls `on_exception`: let a rank save by itself, or with all others, or not at all.
 
     A rank that does not end now may fit again, with the others.
@@ -96,14 +93,14 @@ def prepare_hooks(strategy: "DataParallel", trainer: Trainer, exception: BaseExc
     abort_process_group() if dist.get_backend() == "nccl" else dist.destroy_process_group()
 
 
-def set_hooks_aside(strategy: "DataParallel", trainer: Any, *names: str) -> None:
+def set_hooks_aside(strategy: RankStrategy, trainer: Any, *names: str) -> None:
     """Take what Lightning would call from the Trainer's attributes, until the strategy's teardown."""
     for name in names:
         strategy.undo.callback(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, None if name == "datamodule" else [])
 
 
-def raise_for_missing(strategy: "DataParallel", exception: BaseException) -> None:
+def raise_for_missing(strategy: RankStrategy, exception: BaseException) -> None:
     """Raise an error that names the ranks that don't respond, if `exception` came from a collective.
 
     RankTimeoutError: they did not come within the strategy's timeout; ConnectionError: they have gone; BadInput: all

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -19,17 +19,15 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from apprentice.children import end_with_parent
 from strategies.base import failures, fit_state
 from strategies.base.private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExit,
     WorkerOutput,
-    set_signal_of_parents_end,
 )
-
-if TYPE_CHECKING:
-    from strategies.base.data_parallel import DataParallel
+from strategies.base.ranks import RankStrategy
 
 INTERRUPT_TIME = 30.0  # seconds in which interrupted ranks call their hooks
 
@@ -40,7 +38,7 @@ class ForkLauncher(MultiProcessingLauncher):
     An error of a rank is the `__cause__` of torch's ProcessRaisedException, which has its traceback as text.
     """
 
-    _strategy: "DataParallel"
+    _strategy: RankStrategy
     _result: Path  # rank zero's `fit_state`, in a file
     _saving = False  # whether this rank calls the hooks of an exception
 
@@ -98,8 +96,9 @@ class ForkLauncher(MultiProcessingLauncher):
         torch.set_num_threads(1)
         # The parent's pool of compilers hangs in a fork: torch.compile shall compile in this process.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        if inductor := sys.modules.get("torch._inductor.config"):  # has read the variable already
-            inductor.compile_threads = 1  # type: ignore[attr-defined]
+        inductor: Any = sys.modules.get("torch._inductor.config")
+        if inductor:  # has read the variable already
+            inductor.compile_threads = 1
         # Lightning's handler would call other ranks.
         args[0]._signal_connector._sigterm_notifier_fn = lambda *_: self._handle_sigterm(args[0])
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -155,7 +154,7 @@ class ForkLauncher(MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         trainer.state = worker_output.trainer_state
 
-    def _restore(self, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _restore(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if not self._result.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
         # Memory-mapped: unused tensors take no memory.
@@ -169,17 +168,9 @@ class ForkLauncher(MultiProcessingLauncher):
             trainer._data_connector.attach_data(*of_fit, datamodule=data)
             if data is not None:
                 data.trainer = before  # unlike in the ranks: loaders created here are whole
-        fit_state.restore(trainer, state, trainer.datamodule if data is None else data)  # type: ignore[attr-defined]
+        fit_state.restore(trainer, state, trainer.datamodule if data is None else data)
         if fits and not self._strategy.node_rank:  # other nodes lack the whole state
             self._strategy.create_optimizers = partial(fit_state.make_optimizers, trainer, state)
-
-
-def end_with_parent() -> None:
-    """Let Linux kill this process, which multiprocessing has started, when its parent ends; now, if it has ended."""
-    set_signal_of_parents_end(signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(128 + signal.SIGKILL)
 
 
 def _interrupt_once(*_: Any) -> None:
@@ -199,7 +190,7 @@ def _check_shared_memory() -> None:
 class ScriptLauncher(SubprocessScriptLauncher):
     """Lightning's launcher of sub-processes, on a port that no other run can take."""
 
-    def __init__(self, strategy: "DataParallel") -> None:
+    def __init__(self, strategy: RankStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 

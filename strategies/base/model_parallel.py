@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.errors import BadInput
+from apprentice.weights import FEW, list_keys
 from strategies.base.stages import apply_modules, batch_norms, group_modules, sizes_by_parameters
 
 PLAIN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
@@ -50,7 +51,7 @@ class ModelParallel(nn.Module):
         self.place(devices)
         if split_size is not None and (listed := batch_norms(self)):
             advice = "GroupNorm's numbers are those of the whole batch"
-            rank_zero_warn(f"{', '.join(listed)}: BatchNorm sees {split_size} rows, not the batch; {advice}")
+            rank_zero_warn(f"{list_keys(listed, FEW)}: BatchNorm sees {split_size} rows, not the batch; {advice}")
 
     def place(self, devices: Sequence[torch.device | str] | None) -> None:
         """Move the stages to these devices and keep them there; None: they stay until the module is moved."""

@@ -22,6 +22,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from apprentice.errors import BadInput
 
 BY_ENVIRONMENT = {None, "env://"}  # MASTER_ADDR and MASTER_PORT say where
+HIGHEST_PORT = 65535
 CONNECT_INTERVAL, POLL_INTERVAL = 0.2, 0.02  # seconds
 GRACE = 1.0  # seconds in which other ranks read why a rendezvous has failed, before the store goes
 
@@ -62,11 +63,25 @@ def bind(host: str, port: int = 0, where: tuple[str, str] = ("", "")) -> socket.
         raise RankConnectionError(*where, f"a port that is free; {os.strerror(error.errno or 0)}") from None
 
 
+def main_port(environment: ClusterEnvironment) -> int:
+    """Return rank 0's port; BadInput where MASTER_PORT, which most environments read, is none."""
+    _master_port()
+    return environment.main_port
+
+
+def _master_port() -> int:
+    """Return MASTER_PORT, or 0 where it is not set; BadInput if it is no port."""
+    value = os.environ.get("MASTER_PORT", "0")
+    if not value.isdecimal() or int(value) > HIGHEST_PORT:
+        raise BadInput("", f"MASTER_PORT {value}", f"a port, 1 to {HIGHEST_PORT}")
+    return int(value)
+
+
 def bind_master_port(environment: ClusterEnvironment) -> socket.socket:
     """Bind MASTER_PORT, or a free port, and tell the environment and sub-processes its number."""
     chooses = type(environment).main_port is LightningEnvironment.main_port  # a port that was free some time ago
-    port = os.environ.get("MASTER_PORT", "0") if chooses else str(environment.main_port)
-    bound = bind(environment.main_address, int(port), ("", f"MASTER_PORT {port}"))
+    port = _master_port() if chooses else main_port(environment)
+    bound = bind(environment.main_address, port, ("", f"MASTER_PORT {port}"))
     os.environ["MASTER_PORT"] = str(bound.getsockname()[1])
     if isinstance(environment, LightningEnvironment):
         environment._main_port = bound.getsockname()[1]  # it caches the last launch's

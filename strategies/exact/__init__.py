@@ -1,3 +1,3 @@
 """The exact mode: the same float32 bits on any number of devices."""
 
-from strategies.exact.exact import Exact
+from strategies.exact.steps import ExactSteps

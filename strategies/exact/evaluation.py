@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from apprentice import replicas
+from apprentice.contract import layout_of
 from strategies.base.data_parallel import DataParallel
 from strategies.base.shared_replica import SYNCHRONISE
 from strategies.exact.isolation import refuse_collectives, seed_generators
@@ -53,8 +54,9 @@ class RoundRobin:
     @contextmanager
     def isolate(self, step: str) -> Iterator[None]:
         """Inside, random numbers depend on the epoch and the number of the batch; collectives are refused."""
-        epoch = self.strategy._trainer.current_epoch
-        with seed_generators(self.strategy, epoch, self._count), refuse_collectives(step, self.strategy):
+        device, layout = self.strategy.root_device, layout_of(self.strategy._module)
+        seeded = seed_generators(device, layout, self.strategy._trainer.current_epoch, self._count)
+        with seeded, refuse_collectives(step, self.strategy):
             yield
 
     def replace_loops(self, trainer: Trainer) -> None:

@@ -20,6 +20,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torchmetrics import Metric
 
 from apprentice import keyed
+from apprentice.contract import ModuleLayout
 from apprentice.errors import BadInput
 from strategies.base.data_parallel import DataParallel
 
@@ -36,15 +37,14 @@ _refusal: ContextVar[Callable[[str], BadInput] | None] = ContextVar("refusal", d
 
 
 @contextmanager
-def seed_generators(strategy: DataParallel, *numbers: int) -> Iterator[None]:
+def seed_generators(device: torch.device, layout: ModuleLayout, *numbers: int) -> Iterator[None]:
     """Seed torch, numpy and Python with the run's seed and these numbers; restore their states afterwards."""
-    seed = getattr(strategy.lightning_module, "seed", None) or int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    key = keyed.fold_in(seed, *numbers)
-    cuda = strategy.root_device.type == "cuda"
+    key = keyed.fold_in(layout.seed or int(os.environ.get("PL_GLOBAL_SEED", "0")), *numbers)
+    cuda = device.type == "cuda"
     python_state, numpy_generator = random.getstate(), get_bit_generator()
     set_bit_generator(SPARE)
     try:
-        with torch.random.fork_rng([strategy.root_device] if cuda else []):
+        with torch.random.fork_rng([device] if cuda else []):
             torch.default_generator.manual_seed(key)
             if cuda:  # torch.manual_seed would note a call stack for an unused GPU
                 torch.cuda.manual_seed(key)

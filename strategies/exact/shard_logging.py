@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from apprentice import replicas
+from apprentice.contract import HasShardStep
 from strategies.base.data_parallel import DataParallel
 from strategies.base.private import LogMetadata, default_dtype
 from strategies.exact.isolation import refuse_collectives
@@ -162,11 +163,15 @@ def _check_same(strategy: DataParallel, one: Layout, other: Layout) -> None:
 class StatefulShardLogger(ShardLogger):
     """Calls `shard_step` per shard and `on_global_batch` per global batch."""
 
+    def __init__(self, module: LightningModule, steps: HasShardStep) -> None:
+        super().__init__(module)
+        self.steps = steps  # the module's
+
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         with refuse_collectives("shard_step", self.strategy):
-            loss, values = self.module.shard_step(batch)  # type: ignore[operator]
+            loss, values = self.steps.shard_step(batch)
         self.logged = {name: value.detach().double().mean() for name, value in values.items()}
-        return cast("Tensor", loss)
+        return loss
 
     def values(self) -> list[Tensor]:
         """Return the last shard's values, averaged over its rows."""
@@ -178,9 +183,9 @@ class StatefulShardLogger(ShardLogger):
     def log_batch(self, table: Tensor, sizes: Sequence[int]) -> Iterable[nn.Parameter]:
         """Pass the means over the global batch to the module."""
         means = dict(zip(self.logged, mean_over_rows(table, sizes).tolist(), strict=True))
-        return cast("list[nn.Parameter]", self.module.on_global_batch(means, sum(sizes)))  # type: ignore[operator]
+        return self.steps.on_global_batch(means, sum(sizes))
 
 
 def shard_logger_of(module: LightningModule) -> ShardLogger:
     """Return the logger for a module."""
-    return StatefulShardLogger(module) if hasattr(module, "shard_step") else ShardLogger(module)
+    return StatefulShardLogger(module, module) if isinstance(module, HasShardStep) else ShardLogger(module)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
+from apprentice.contract import HasParts, layout_of
 from apprentice.errors import BadInput
 from apprentice.private import BatchNorm, tree_leaves, tree_map
 from apprentice.replicas import FEWEST_ROWS
@@ -41,10 +42,10 @@ def spans(size: int, parts: int, fewest: int = 1) -> list[tuple[int, int]]:
 
 
 def fewest_rows(module: nn.Module) -> int:
-    """Rows that a shard needs: 1, or more if BatchNorm computes statistics of them, or the module's `fewest_rows`."""
+    """Return the rows that a shard needs: 1, or more if BatchNorm computes statistics of them or the layout says so."""
     layers = (m for m in module.modules() if isinstance(m, BatchNorm))
     has_statistics = any(m.training or m.running_mean is None for m in layers)
-    return max(FEWEST_ROWS if has_statistics else 1, getattr(module, "fewest_rows", 1))
+    return max(FEWEST_ROWS if has_statistics else 1, layout_of(module).fewest_rows)
 
 
 def rows(batch: Any) -> int:
@@ -65,7 +66,7 @@ def rows(batch: Any) -> int:
 
 def part(batch: Any, start: int, stop: int) -> Any:
     """Return the rows `start` to `stop` of a batch, by its method `part` if it has one."""
-    if hasattr(batch, "part"):
+    if isinstance(batch, HasParts):
         return batch.part(start, stop)
     count = rows(batch)
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from apprentice import replicas
+from apprentice.contract import HasShardStep, ModuleLayout, Preparation, layout_of
 from apprentice.errors import BadInput
 from apprentice.relations import ShardedRelations
 from strategies.base.data_parallel import DataParallel
@@ -70,22 +71,24 @@ class ShardedTraining:
         self._spans: list[tuple[int, int]] = []  # rows of all shards
         self._mine = range(0)  # numbers of this rank's shards
         self._relations = ShardedRelations(0)  # of the global batch
+        self._layout = ModuleLayout()  # of the module in this step
 
     def clear(self) -> None:
         self._sums = []
 
     def cut(self, batch: Any) -> Any:
         """Return the rows of this rank's shards of a global batch."""
-        self._global_rows = rows(batch)
+        self._layout, self._global_rows = layout_of(self.module), rows(batch)
         self._spans = spans(self._global_rows, self.shards, fewest_rows(self.module))
         rank, replicas = self.strategy.replica
         self._mine = range(*bounds(self.shards, replicas)[rank : rank + 2])
         start, stop = self._spans[self._mine[0]][0], self._spans[self._mine[-1]][1]
-        if start == stop and self._relates:
+        if start == stop and self._layout.relates_rows:
             start, stop = self._spans[0]  # to make the others' collectives
         return part(batch, start, stop)
 
     def step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._layout = layout_of(self.module)  # a hook may have changed it
         groups = self._parameter_groups()
         current = [[*map(id, total.parameters)] for total in self._sums]
         if current != [[*map(id, parameters.values())] for parameters in groups]:
@@ -93,9 +96,9 @@ class ShardedTraining:
         for total in self._sums:
             total.clear()
         self._relations = ShardedRelations(self._global_rows)
-        if getattr(self.module, "may_write", False):
-            self._write(batch)
-        if self._relates:  # rows of the global batch: these are gathered in a first pass over the shards
+        if self._layout.preparation is not None:
+            self._prepare(self._layout.preparation, batch)
+        if self._layout.relates_rows:  # rows of the global batch: these are gathered in a first pass over the shards
             self._collect(batch, *args, **kwargs)
             with self._step_context():
                 self._relations.compute()
@@ -115,10 +118,6 @@ class ShardedTraining:
     def module(self) -> LightningModule:
         return self.strategy._module
 
-    @property
-    def _relates(self) -> bool:
-        return getattr(self.module, "relates_rows", False)
-
     def _step_context(self) -> AbstractContextManager[None]:
         return self.strategy.precision_plugin.train_step_context()
 
@@ -137,14 +136,14 @@ class ShardedTraining:
                 logger.step(shard.batch, *args, **kwargs)
             statistics.take()
 
-    def _write(self, batch: Any) -> None:
-        """Let the module write texts for this rank's shards, or for the one that it computes in another's place."""
-        mine, module = self._shards_of(batch), cast("Any", self.module)
-        others = [Shard(0, *self._spans[0], batch)] if self._relates and not mine else []
+    def _prepare(self, preparation: Preparation, batch: Any) -> None:
+        """Prepare the step for this rank's shards, or for the one that it computes in another's place."""
+        mine = self._shards_of(batch)
+        others = [Shard(0, *self._spans[0], batch)] if self._layout.relates_rows and not mine else []
         for shard in mine or others:
             with self._isolate(shard, is_mine=bool(mine)), self._step_context():
-                module.write(shard.batch, counted=bool(mine))
-        module.count_written()
+                preparation.prepare_rows(shard.batch, counted=bool(mine))
+        preparation.count_prepared()
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
         """Return the trainable parameters by name, in groups whose gradients are complete at the same time."""
@@ -181,7 +180,7 @@ class ShardedTraining:
                 (loss * self._weight(shard.rows)).backward()
             for total in self._sums:
                 total.add()
-            results[shard.number] = row_of(loss, logger, statistics.take())
+            results[shard.number] = shard_values(loss, logger, statistics.take())
         return self._table(logger, results, statistics.size)
 
     def _table(self, logger: ShardLogger, results: dict[int, Tensor], statistics: int) -> Tensor:
@@ -196,7 +195,8 @@ class ShardedTraining:
     def _isolate(self, shard: Shard, is_mine: bool = True) -> Iterator[None]:
         trainer = self.strategy._trainer
         numbers = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, shard.number
-        random, related = seed_generators(self.strategy, *numbers), self._relations.shard(is_mine)
+        random = seed_generators(self.strategy.root_device, self._layout, *numbers)
+        related = self._relations.shard(is_mine)
         with random, related, replicas.shard(shard.start), self._name_shard(shard):
             yield
 
@@ -216,6 +216,19 @@ class ShardedTraining:
         return rows / 2.0 ** (self._global_rows - 1).bit_length()
 
 
-def row_of(loss: Tensor, logger: ShardLogger, statistics: list[Tensor]) -> Tensor:
-    """(k,) of a shard its loss, logged values and running statistics."""
+def shard_values(loss: Tensor, logger: ShardLogger, statistics: list[Tensor]) -> Tensor:
+    """Return (k,), a shard's loss, logged values and running statistics."""
     return torch.cat([torch.stack([loss.detach().double(), *logger.values()]), *statistics])
+
+
+def try_step(strategy: DataParallel, module: LightningModule, batch: Any) -> None:
+    """Compute a shard of a module with a `shard_step`, outside of a fit, and check what each shard is checked for."""
+    assert isinstance(module, HasShardStep)
+    seeded = seed_generators(strategy.root_device, layout_of(module), 0)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    total, statistics = FixedPointSum(parameters, strategy.exact or 1), RunningStatistics(module)
+    with set_aside(lambda: parameters), seeded, replicas.shard(0):
+        loss, _ = module.shard_step(batch)
+        loss.backward()
+        total.add()
+        statistics.take()

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from apprentice import keyed
+from apprentice.contract import HasPipelineLoss, HasStages
 from apprentice.errors import BadInput
 from apprentice.private import tree_leaves, tree_map_only
+from apprentice.weights import FEW, list_keys
 from strategies.base import stages
 from strategies.pipeline.states import preserve_state
 
@@ -29,12 +31,13 @@ def cut(module: LightningModule, rank_of: Sequence[int], sizes: list[int] | None
         BadInput: the module can't be cut so, or a pipeline can't train it.
     """
     kind, name = type(module).__name__, f"{type(module).__name__}.pipeline_stages()"
-    for method in ("pipeline_stages", "pipeline_loss"):
-        if not callable(getattr(module, method, None)):
-            raise BadInput("strategy", "pipeline", f"a module with {method}; {kind} has none")
+    if not isinstance(module, HasStages):
+        raise BadInput("strategy", "pipeline", f"a module with pipeline_stages; {kind} has none")
+    if not isinstance(module, HasPipelineLoss):
+        raise BadInput("strategy", "pipeline", f"a module with pipeline_loss; {kind} has none")
     if not module.automatic_optimization or is_overridden("backward", module, LightningModule):
         raise BadInput("strategy", "pipeline", f"automatic optimization and Lightning's backward of {kind}")
-    modules: list[nn.Module] = list(module.pipeline_stages())  # type: ignore[operator]
+    modules = list(module.pipeline_stages())
     if strange := [type(part).__name__ for part in modules if not isinstance(part, nn.Module)]:
         raise BadInput("strategy", "pipeline", f"modules from {name}, got a {strange[0]}")
     if len(modules) < len(rank_of):
@@ -72,10 +75,10 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
     """Warn of layers whose numbers depend on the pipeline, before the module is cut."""
     if noisy := keyed.find_unkeyed_layers(module):
         advice = "its numbers depend on the stages; those of apprentice.keyed.Dropout do not"
-        rank_zero_warn(f"{', '.join(noisy)}: noise from torch's generator; {advice}")
+        rank_zero_warn(f"{list_keys(noisy, FEW)}: noise from torch's generator; {advice}")
     if splits_batches and (normalised := stages.batch_norms(module)):
         advice = "GroupNorm's numbers are those of one device"
-        rank_zero_warn(f"{', '.join(normalised)}: BatchNorm sees a micro-batch, not the batch; {advice}")
+        rank_zero_warn(f"{list_keys(normalised, FEW)}: BatchNorm sees a micro-batch, not the batch; {advice}")
 
 
 def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[float]:

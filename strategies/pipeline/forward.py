@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from apprentice import keyed, replicas
+from apprentice.contract import HasPipelineLoss
 from apprentice.errors import BadInput
 from strategies.base.gradients import NO_GRADIENT
 from strategies.exact.isolation import allow_collectives
 from strategies.exact.shards import Shard, bounds
+from strategies.pipeline.cutting import StageAssignment
 from strategies.pipeline.runner import Event, MicroBatch, PipelineRunner, PipelineStep
 from strategies.pipeline.states import RankRandomState
 
@@ -83,12 +85,25 @@ class StagedForward:
     def name(self) -> str:
         return type(self.module).__name__
 
+    @property
+    def assignment(self) -> StageAssignment:
+        return self.runner.assignment
+
+    def trainable_by_stage(self) -> dict[int, dict[str, nn.Parameter]]:
+        """Return the trainable parameters of those of this rank's stages that have any."""
+        names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        by_stage = {
+            stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
+            for stage, modules in self.runner.local_stages.items()
+        }
+        return {stage: parameters for stage, parameters in by_stage.items() if parameters}
+
     def fault(self, expected: str, method: str = "training_step") -> BadInput:
         """Return the error of a method of the module."""
         return BadInput("", f"{self.name}.{method}", expected)
 
     def _evaluate(self, inputs: tuple[Tensor, ...]) -> Any:
-        assignment, size = self.runner.assignment, len(inputs[0])
+        assignment, size = self.assignment, len(inputs[0])
         # If ranks have several stages, these would wait for each other.
         whole = self.in_one_piece or assignment.stages_per_rank > 1
         count = 1 if whole else min(assignment.num_microbatches, max(size, 1))
@@ -129,9 +144,9 @@ class StagedForward:
 
     def loss(self, shard: Shard, weight: float, output: Any) -> Tensor:
         """Return the module's `pipeline_loss` of some rows, weighted."""
-        module: Any = self.module
+        assert isinstance(self.module, HasPipelineLoss)
         with replicas.shard(shard.start):
-            loss = module.pipeline_loss(output, shard.batch)
+            loss = self.module.pipeline_loss(output, shard.batch)
         if not isinstance(loss, Tensor) or loss.dim():
             kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"{self.name}.pipeline_loss: expected a scalar tensor, got {kind}")

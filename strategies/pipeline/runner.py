@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from apprentice.contract import Gathers
 from apprentice.private import tree_leaves, tree_map, tree_map_only
 from strategies.base.stages import apply_modules, check_output, stage_tensors
 from strategies.pipeline.buffers import UNIT, Layout, Packing
@@ -82,7 +83,8 @@ class _StageModule(nn.Module):
         super().__init__()
         self.stage, self.runner, self.inputs, self.outputs = stage, runner, inputs, outputs
         self.layers = nn.ModuleList(runner.local_stages[stage])
-        self.gathers = any(getattr(m, "gathers", False) for m in self.layers.modules())  # as others may have rows
+        # Then a rank computes empty micro-batches too, as others may have rows.
+        self.gathers = any(isinstance(m, Gathers) and m.gathers for m in self.layers.modules())
         self.number = 0  # of the current micro-batch
 
     def forward(self, buffer: Tensor | None = None) -> Tensor:

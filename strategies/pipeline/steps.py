@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,38 +12,47 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from apprentice import replicas
+from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from apprentice.private import tree_map_only
 from strategies.base.gradients import attach_gradients, average, set_aside
-from strategies.exact.exact import ExactSteps, PlainSteps
+from strategies.base.shared_replica import SharedReplica
+from strategies.base.steps import PlainSteps
 from strategies.exact.isolation import refuse_collectives
 from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
-from strategies.exact.training import RunningStatistics, ShardedTraining, row_of
+from strategies.exact.steps import ExactSteps
+from strategies.exact.training import RunningStatistics, ShardedTraining, shard_values
 from strategies.pipeline.forward import StagedForward, cut_microbatch
 from strategies.pipeline.runner import MicroBatch, PipelineStep
 
-if TYPE_CHECKING:
-    from strategies.pipeline.strategy import PipelineStrategy
-
 
 class PipelineSteps(PlainSteps):
-    """Cuts a rank's rows into micro-batches."""
+    """Cuts a rank's rows into micro-batches.
 
-    strategy: "PipelineStrategy"
+    Args:
+        strategy: that holds these steps, and puts the module's `forward` here once the module is cut.
+        num_microbatches: of a batch; None: four for each rank of a pipeline.
+        pipelines: that share a batch.
+    """
+
+    forward: StagedForward
+
+    def __init__(self, strategy: SharedReplica, num_microbatches: int | None, pipelines: int) -> None:
+        self.strategy, self.num_microbatches, self.pipelines = strategy, num_microbatches, pipelines
 
     def count_microbatches(self) -> int:
         """Return the number of micro-batches that are chosen, or four for each rank."""
-        return self.strategy.num_microbatches or 4 * self.strategy.replica_size
+        return self.num_microbatches or 4 * self.strategy.replica_size
 
     def setup(self, trainer: Trainer) -> None:
         """Let all ranks of a single pipeline read the same batches."""
-        if self.strategy.data_parallel_size == 1:
+        if self.pipelines == 1:
             self.strategy._read_whole_batches(trainer)
 
     def training_step(self, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the batch; its backward adds the gradients that the schedule has computed."""
-        forward, parameters = self.strategy.forward, self.strategy.trainable_by_stage
+        forward, parameters = self.forward, self.forward.trainable_by_stage
         with set_aside(lambda: _merge(parameters())):
             with forward.answer_with(partial(self._train_batch, batch)):
                 output = Strategy.training_step(self.strategy, batch, *args, **kwargs)
@@ -58,12 +67,12 @@ class PipelineSteps(PlainSteps):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
-        forward, size = self.strategy.forward, rows(batch)
+        forward, size = self.forward, rows(batch)
         forward.check_rows(inputs, size)
         # A batch whose rows are distributed unevenly says what its mean counts in the mean over replicas.
-        weight = getattr(batch, "share", 1.0) / max(size, 1)
+        weight = (batch.share if isinstance(batch, Batch) else 1.0) / max(size, 1)
         pieces = []
-        for number, (a, b) in enumerate(itertools.pairwise(bounds(size, self.strategy.assignment.num_microbatches))):
+        for number, (a, b) in enumerate(itertools.pairwise(bounds(size, forward.assignment.num_microbatches))):
             shard = Shard(number, a, b, part(batch, a, b))
             pieces.append(cut_microbatch(inputs, a, b, partial(forward.loss, shard, (b - a) * weight)))
         return forward.train(PipelineStep(pieces))
@@ -72,14 +81,10 @@ class PipelineSteps(PlainSteps):
 class PipelinedShards(ShardedTraining):
     """Computes the shards of this rank's pipeline."""
 
-    strategy: "PipelineStrategy"
-
-    @property
-    def forward(self) -> StagedForward:
-        return self.strategy.forward
+    forward: StagedForward
 
     def _parameter_groups(self) -> list[dict[str, nn.Parameter]]:
-        return list(self.strategy.trainable_by_stage().values())
+        return list(self.forward.trainable_by_stage().values())
 
     def _statistics(self) -> RunningStatistics:
         return RunningStatistics(*itertools.chain(*self.forward.runner.local_stages.values()))
@@ -114,8 +119,8 @@ class PipelinedShards(ShardedTraining):
         sample = shards or [Shard(0, 0, 0, part(batch, 0, 0))]  # an empty one shows the inputs' layout
         pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in sample]
         empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
-        pieces += [empty] * (self.strategy.assignment.num_microbatches - len(pieces))
-        sums = dict(zip(self.strategy.trainable_by_stage(), self._sums, strict=True))
+        pieces += [empty] * (self.forward.assignment.num_microbatches - len(pieces))
+        sums = dict(zip(self.forward.trainable_by_stage(), self._sums, strict=True))
         by_stage = self._statistics_by_stage()
         taken: dict[int, list[Tensor]] = {}  # statistics of each shard
 
@@ -136,7 +141,7 @@ class PipelinedShards(ShardedTraining):
             with self._isolate(shard), self.forward.answer_with(answer), self._step_context():
                 loss = logger.step(shard.batch, *args, **kwargs)
             self.forward.check_loss(loss)
-            return row_of(loss, logger, taken[number])
+            return shard_values(loss, logger, taken[number])
 
         results = {shard.number: row(number, shard) for number, shard in enumerate(shards)}
         if not self.forward.losses_match:
@@ -163,14 +168,29 @@ class PipelinedShards(ShardedTraining):
 
 
 class ExactPipelineSteps(ExactSteps):
-    """Sends shards through the pipeline as micro-batches."""
+    """Sends shards through the pipeline as micro-batches; arguments as of PipelineSteps and ExactSteps."""
 
     training_class = PipelinedShards
-    strategy: "PipelineStrategy"
+    training: PipelinedShards
+
+    def __init__(self, strategy: SharedReplica, shards: int, num_microbatches: int | None, pipelines: int) -> None:
+        super().__init__(strategy, shards)
+        self.num_microbatches, self.pipelines = num_microbatches, pipelines
+
+    def needs_group(self) -> bool:
+        return True
+
+    @property
+    def forward(self) -> StagedForward:
+        return self.training.forward
+
+    @forward.setter
+    def forward(self, forward: StagedForward) -> None:
+        self.training.forward = forward
 
     def count_microbatches(self) -> int:
         """Return the number of shards of a pipeline; BadInput if another one is chosen."""
-        shards, chosen = -(-self.shards // self.strategy.data_parallel_size), self.strategy.num_microbatches
+        shards, chosen = -(-self.shards // self.pipelines), self.num_microbatches
         if chosen not in {None, shards}:
             expected = f"{shards} or none, as the shards of exact {self.shards} are the micro-batches"
             raise BadInput("num_microbatches", chosen, expected)

@@ -20,7 +20,7 @@ from apprentice.errors import BadInput
 from strategies.base import checkpoints, stages
 from strategies.base.gradients import NORM, parameters_of
 from strategies.base.shared_replica import SharedReplica
-from strategies.exact import Exact
+from strategies.base.steps import PlainSteps
 from strategies.exact.shard_logging import shard_logger_of
 from strategies.exact.shards import Shard, part, rows
 from strategies.pipeline.cutting import StageAssignment, cut, seconds, warn_of_other_numbers
@@ -34,7 +34,7 @@ Schedule = Literal[
 ]
 
 
-class PipelineStrategy(SharedReplica, Exact):
+class PipelineStrategy(SharedReplica):
     """Trains a LightningModule that is cut into stages, with the numbers of one device.
 
     The module offers `pipeline_stages()`, modules in order whose composition is its `forward`, and
@@ -51,16 +51,14 @@ class PipelineStrategy(SharedReplica, Exact):
         stages_per_rank: stages on each rank; None: as many as the schedule needs.
         balance: how modules are distributed over stages: by their "parameters", by the "time" they take for a
             micro-batch, or by a list of numbers of modules, one for each stage.
-        **kwargs: Exact's.
+        exact: number of shards of a batch, for the bits of one device, as ExactSteps says; None for no such promise.
+        **kwargs: DataParallel's.
 
     Raises:
         BadInput: an option's value can't be used, alone, with these devices or with the module.
     """
 
     _relates_rows = False
-    _needs_group = True
-    plain_steps = PipelineSteps
-    exact_steps = ExactPipelineSteps
     steps: PipelineSteps | ExactPipelineSteps
     assignment: StageAssignment
     forward: StagedForward  # takes the place of the module's
@@ -72,6 +70,8 @@ class PipelineStrategy(SharedReplica, Exact):
         data_parallel_size: int = 1,
         stages_per_rank: int | None = None,
         balance: Literal["parameters", "time"] | list[int] = "parameters",
+        *,
+        exact: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -87,8 +87,13 @@ class PipelineStrategy(SharedReplica, Exact):
             raise BadInput("balance", balance, "at least one module for every stage")
         self.schedule, self.num_microbatches, self.balance = schedule, num_microbatches, balance
         self.data_parallel_size, self.stages_per_rank = data_parallel_size, stages_per_rank
+        self.exact = exact
         self._placement: StagePlacement | None = None
         self._group: Any = None  # the ranks of this pipeline
+
+    def _make_steps(self, shards: int | None) -> PlainSteps:
+        sizes = self.num_microbatches, self.data_parallel_size
+        return PipelineSteps(self, *sizes) if shards is None else ExactPipelineSteps(self, shards, *sizes)
 
     @property
     def events(self) -> list[Event]:
@@ -168,7 +173,7 @@ class PipelineStrategy(SharedReplica, Exact):
         """Keep this rank's stages on its device, and meta tensors for the others."""
         module = self._module
         in_one_piece = self.exact is not None  # in evaluation, for the bits of one device
-        self.forward = StagedForward(module, self.global_rank, in_one_piece)
+        self.forward = self.steps.forward = StagedForward(module, self.global_rank, in_one_piece)
         self.replace(module, "forward", self.forward)
         groups = self._cut(module)
         if self.balance == "time" and module.trainer.training:
@@ -197,19 +202,12 @@ class PipelineStrategy(SharedReplica, Exact):
                 stop = -(-rows(batch) // self.assignment.num_microbatches)
                 number = [0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else []
                 shard = Shard(0, 0, stop, part(batch, 0, stop))
-                piece = PipelinedShards(self, 1).microbatch(shard_logger_of(module), shard, *number)
+                training = PipelinedShards(self, 1)
+                training.forward = self.forward
+                piece = training.microbatch(shard_logger_of(module), shard, *number)
                 with self.precision_plugin.train_step_context(), piece.context():
                     times = seconds(layers, piece.inputs)
         return self.broadcast(times)
-
-    def trainable_by_stage(self) -> dict[int, dict[str, nn.Parameter]]:
-        """Return the trainable parameters of those of this rank's stages that have any."""
-        names = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
-        by_stage = {
-            stage: {names[p]: p for m in modules for p in m.parameters() if p in names}
-            for stage, modules in self.forward.runner.local_stages.items()
-        }
-        return {stage: parameters for stage, parameters in by_stage.items() if parameters}
 
     # Gradients of all stages
 

@@ -27,6 +27,6 @@ def _time(part: str, out: Path) -> None:
 @pytest.mark.parametrize("name", mostly_slow(recall.MIXERS, "softmax, convolution"))
 def test_mixers_are_trained_to_recall(name: str, tmp_path: Path) -> None:
     recall.main(["--only", name, "--steps", "3", "--every", "2", "--out", str(tmp_path / "out.json")])
-    answers = json.loads((tmp_path / "out.json").read_text())[name]
+    answers = json.loads((tmp_path / "out.json").read_text())["rows"][name]
     assert [*answers] == ["2", "3"]
     assert all(0 <= share <= 1 for share in answers.values())

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -14,9 +15,22 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import common, data_speed, gpt_speed, gpu, int8_speed, kd_speed, local_sgd, tune_speed, zoo_speed
+from benchmarks import (
+    common,
+    data_speed,
+    gpt_speed,
+    gpu,
+    int8_speed,
+    kd_speed,
+    local_sgd,
+    rounding_spread,
+    tune_speed,
+    zoo_speed,
+)
 from benchmarks.common import Measurement, Target
+from tests.benchmarks import forked
 from tests.language import written
+from tests.launching import until
 from tests.processes import Run
 
 
@@ -43,6 +57,30 @@ def measured(module: Any, out: Path, *flags: str) -> Any:
     """What a benchmark writes into its file."""
     module.main([*flags, "--out", str(out)])
     return json.loads(out.read_text())
+
+
+def test_a_benchmark_replaces_a_benchmark_s_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    common.write_figures(tmp_path / "ours.json", "kd_speed", {"rows": []})
+    command = common.parser("", ("--repeat", 1), "")
+    assert command.parse_args(["--out", str(tmp_path / "ours.json")]).out == tmp_path / "ours.json"
+    with pytest.raises(SystemExit, match="2"):
+        command.parse_args(["--out", str(tmp_path / "mine.json")])
+    assert "expected a new file, or a benchmark's figures, which is replaced" in capsys.readouterr().err
+
+
+def test_a_killed_benchmark_leaves_nothing(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    def measure() -> None:
+        common.start_program(["sleep", "60"])
+        common.call_fresh(os.execvp, "sh", ["sh", "-c", f"touch {begun}; exec sleep 60"], env={})
+
+    run = Run(measure, log=tmp_path / "log")
+    until(begun.exists, run)
+    assert len(run.processes()) > 2
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL  # and nothing of its session is left
 
 
 def test_targets_are_told_and_misses_marked() -> None:
@@ -81,8 +119,9 @@ def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bake_off_is_timed_beside_the_tutorial(
-    photographs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    photographs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forked.start_forks(monkeypatch)
     flags = ["--data", str(photographs), "--images", "64", "--epochs", "1", "--threads", "1"]
     content = measured(kd_speed, tmp_path / "speed.json", *flags)
     students = ["student ce", "student kd", "student cosine", "student hint"]
@@ -224,7 +263,9 @@ def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     content = measured(rpc_speed, tmp_path / "out.json", "--quick", "--devices", "2")
     names = {f"LightNN, {name}" for name in ("ddp", "param_server", "param_server, late", "rpc_hybrid")}
-    assert set(content["ratios"]) == set(content["figures"]["ms a step"]) == names
+    batching = {f"{width}, {field}" for width in (128, 131_072) for field in ("waiting", "computing")}
+    assert set(content["figures"]["ms a step"]) == names
+    assert set(content["ratios"]) == names | batching
     assert content["ratios"]["LightNN, ddp"] == 1
     assert all(ratio > 0 for ratio in content["ratios"].values())
     assert "LightNN, param_server, late" in capsys.readouterr().out
@@ -249,7 +290,8 @@ def test_all_methods_are_timed_in_one_pass(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_search_is_timed_beside_its_settings(tmp_path: Path) -> None:
+def test_a_search_is_timed_beside_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked.start_forks(monkeypatch)
     flags = ["--repeat", "1", "--settings", "2", "--only", "kd", "--epochs", "1", "--steps", "1", "--teacher", "8"]
     content = measured(tune_speed, tmp_path / "x.json", *flags, "--batch_size", "200")
     assert content["ratios"].keys() == tune_speed.TARGETS.keys()
@@ -303,3 +345,15 @@ def test_figures_of_a_gpu_can_be_had_of_a_cpu(tmp_path: Path) -> None:
     assert "why not" not in written
     assert "Not all was measured" not in written
     assert len([line for line in written.splitlines() if line.startswith("| ")]) == 6  # 4 rows
+
+
+@pytest.mark.slow
+def test_rounding_is_measured_beside_seeds(tmp_path: Path) -> None:
+    content = measured(rounding_spread, tmp_path / "out.json", "--quick", "--seeds", "2")
+    one, two = content["processes x threads"].values()
+    assert {*one} == {*two} == {"teacher", "ce", "kd"} == {*content["figures"]["by rounding"]}
+    assert content["figures"]["between seeds"]["kd"] == pytest.approx(
+        rounding_spread.pooled([one["kd"], two["kd"]]), abs=1e-9
+    )
+    pairs = [*zip(one["ce"], two["ce"], strict=True)]
+    assert content["figures"]["by rounding, most"]["ce"] == max(abs(a - b) for a, b in pairs)

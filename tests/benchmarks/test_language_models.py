@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lm_speed, teacher_top_k
+from tests import with_transformers
+from tests.benchmarks import forked
 from tests.language_parts import save_llama
-from tests.processes import Run
 
 
 def _write_parts(folder: Path) -> tuple[str, str]:
@@ -21,11 +22,11 @@ def _write_parts(folder: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.extras("transformers")
 def test_students_are_timed_in_processes_of_their_own(tmp_path: Path) -> None:
-    run = Run(_time, tmp_path, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
+    with_transformers.call(_time, tmp_path)
 
 
 def _time(folder: Path) -> None:
+    forked.start_forks(pytest.MonkeyPatch())
     teacher, data = _write_parts(folder)
     sides = [lm_speed.OURS, lm_speed.FOUR, lm_speed.STORED, lm_speed.WRITING]
     flags = ["--teacher", teacher, "--data", data, "--blocks", "0", "3", "--out", str(folder / "out.json")]
@@ -41,9 +42,8 @@ def _time(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.extras("transformers")
 def test_students_are_trained_by_what_is_stored(tmp_path: Path) -> None:
-    run = Run(_train_by_stored, tmp_path, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
-    rows = [line.split(" | ") for line in run.output.splitlines() if line.count(" | ") == 2]
+    lines = with_transformers.call(_train_by_stored, tmp_path).splitlines()
+    rows = [line.split(" | ") for line in lines if line.count(" | ") == 2]
     assert [row[0] for row in rows] == ["untrained", *map(str, teacher_top_k.FORMS)]
 
 

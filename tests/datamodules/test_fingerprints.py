@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from apprentice.keyed import fold_in, with_seed
 from datamodules import Digits, ImageFolder, InMemoryData, LabelledText, Text, fingerprints
-from datamodules.adapted import Adapted
+from datamodules.adapter import DataModuleAdapter
 from datamodules.fingerprints import Fingerprint, changed_parts, touched_parts
 from datamodules.splits import Split
-from tests.datamodules.test_adapted import Mine, Plain
+from tests.datamodules.test_adapter import Mine, Plain
 from tests.datamodules.test_hugging_face import made  # noqa: F401 - a fixture
 from tests.datamodules.test_image_folder import picture
 
@@ -163,12 +163,12 @@ class Tensors(LightningDataModule):
 
 
 def of(data: LightningDataModule) -> Fingerprint:
-    adapted = Adapted(data)
+    adapted = DataModuleAdapter(data)
     return with_seed(fold_in(id(data)), adapted.fingerprint)  # whatever the global generators are
 
 
 def test_anothers_data_module_is_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datamodules.adapted.READ", 60)
+    monkeypatch.setattr("datamodules.adapter.READ", 60)
     before = of(Tensors())
     assert changed_parts(before, of(Tensors())) == []
     assert changed_parts(before, of(Tensors(changed=1e-9))) == []  # another processor's rounding

@@ -14,7 +14,7 @@ import torch
 from PIL import ExifTags, Image
 
 from apprentice.errors import BadInput
-from datamodules import ImageData, ImageFolder, encoded, memory
+from datamodules import ImageData, ImageFolder, image_sources, memory
 from experiments import kd
 from tests.commands import bad_input, refused
 
@@ -43,7 +43,7 @@ def refuse(data: ImageFolder) -> str:
 
 @pytest.mark.parametrize("large", [1, 10**6], ids=["threads", "plain"])
 def test_images_are_pils_pixels_in_order(root: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
-    monkeypatch.setattr(encoded, "LARGE", large)
+    monkeypatch.setattr(image_sources, "LARGE", large)
     data = ImageFolder(root, validation_size=0)
     data.setup()
     assert (data.input_shape, data.class_names, data.num_classes) == ((3, 10, 12), ("cat", "dog"), 2)
@@ -61,7 +61,7 @@ def test_long_decoding_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, caps
     quiet = ImageFolder(root, validation_size=0)
     quiet.setup()
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(encoded, "SILENCE", -1)
+    monkeypatch.setattr(image_sources, "SILENCE", -1)
     data.setup()
     train, test = (data.sizes[part] for part in ("train", "test"))
     counts = [(done, size) for size in (train, test) for done in range(1, size + 1)]
@@ -71,13 +71,13 @@ def test_long_decoding_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_only_chosen_images_are_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = encoded.Files.decoded
+    original = image_sources.ImageFiles.decode
 
-    def counting(self: encoded.Files, place: int) -> Image.Image:
+    def counting(self: image_sources.ImageFiles, place: int) -> Image.Image:
         opened.append(self.name(place))
         return original(self, place)
 
-    monkeypatch.setattr(encoded.Files, "decoded", counting)
+    monkeypatch.setattr(image_sources.ImageFiles, "decode", counting)
     data = ImageFolder(root, train_size=4, validation_size=2, test_size=2)
     assert data.sizes == {"train": 4, "validation": 2, "test": 2}
     assert data.split("train").labels.tolist() == [0, 0, 1, 1]
@@ -119,8 +119,8 @@ GREY = np.array([[0, 1, 40], [128, 254, 255]])  # 8 bits
 )
 def test_levels_are_scaled_by_their_depth(root: Path, name: str, values: np.ndarray) -> None:
     Image.fromarray(values).save(root / "train" / "cat" / name)
-    files = encoded.Files(torch.zeros(1), None, root / "train" / "cat", np.array([name.encode()]))
-    found = files.decoded(0)
+    files = image_sources.ImageFiles(torch.zeros(1), None, root / "train" / "cat", np.array([name.encode()]))
+    found = files.decode(0)
     assert found.mode == "RGB"
     assert np.array_equal(np.asarray(found), np.repeat(GREY[:, :, None], 3, axis=2))
 
@@ -184,9 +184,9 @@ def test_orientations_are_read_beside_bad_tags(root: Path, tag: tuple[int, int, 
     turned = exif((ExifTags.Base.Orientation, 3, 1, struct.pack(">HH", orientation, 0)), tag)
     whole = path.read_bytes()
     path.write_bytes(whole[:2] + b"\xff\xe1" + struct.pack(">H", len(turned) + 2) + turned + whole[2:])
-    files = encoded.Files(torch.zeros(1), None, path.parent, np.array([b"0.jpg"]))
+    files = image_sources.ImageFiles(torch.zeros(1), None, path.parent, np.array([b"0.jpg"]))
     expected = np.rot90(stored, -1) if orientation == 6 else stored
-    assert np.array_equal(np.asarray(files.decoded(0)), expected)
+    assert np.array_equal(np.asarray(files.decode(0)), expected)
     assert files.first_size() == expected.shape[:2]
 
 

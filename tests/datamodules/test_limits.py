@@ -9,10 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-import datamodules.text
+import datamodules.text.plain_text
 from apprentice.batch import Batch
 from datamodules import Digits
-from datamodules.text import IGNORED
+from datamodules.text.plain_text import IGNORED
 from experiments import gpt, kd
 from harness.runs.quiet import quiet
 from harness.studies.compare import compare, load_runs
@@ -79,7 +79,7 @@ def test_counts_are_those_used() -> None:
 
 
 def test_counts_of_a_text_are_the_tokens_of_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datamodules.text, "EVALUATED", 16)  # two blocks at a time
+    monkeypatch.setattr(datamodules.text.plain_text, "EVALUATED", 16)  # two blocks at a time
     data = text(tmp_path)
     limits = {"limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 0.6}
     data.trainer = SimpleNamespace(  # type: ignore[assignment]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch
 from apprentice.errors import BadInput
-from datamodules import Digits
+from datamodules import Digits, splits
 from datamodules.loaders import EpochOrder, PartitionedOrder, TrainLoader
 from experiments import hardware, kd
 from harness.runs.quiet import quiet
@@ -117,10 +118,10 @@ def test_a_run_resumed_in_mid_epoch_ends_as_if_undisturbed(fractions: list[float
 
 
 COMMANDS = {
-    "too few": (["--trainer.devices", "4"], "3 fractions"),
-    "one device": ([], "none on one device"),
-    "exact": (["--trainer.devices", "3", "--exact", "4"], "none with --exact"),
-    "a server has no share": (["--trainer.devices", "3", "--trainer.strategy", "param_server"], "2 fractions"),
+    "too few": (["--trainer.devices", "4"], "expected 3 fractions"),
+    "one device": ([], "expected none on one device"),
+    "exact": (["--trainer.devices", "3", "--exact", "4"], "not allowed with --exact"),
+    "a server has no share": (["--trainer.devices", "3", "--trainer.strategy", "param_server"], "expected 2 fractions"),
 }
 
 
@@ -133,7 +134,7 @@ def test_a_partition_that_misfits_is_refused(case: str, tmp_path: Path, capsys: 
         kd.main(["--out", str(tmp_path / "out"), *shares, *flags])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --data.partition [0.7, 0.2, 0.1]: expected {expected}")
+    assert line.startswith(f"error: --data.partition [0.7, 0.2, 0.1]: {expected}")
 
 
 def test_the_comparison_of_strategies_takes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,14 +169,33 @@ def test_every_share_has_the_weight_of_the_global_batch(labelled: int, partition
     assert seen == labelled
 
 
-def test_known_samples_are_balanced_nested_and_depend_on_the_datas_seed_alone() -> None:
-    few, more = (digits(labelled=n) for n in (23, 60))
+@pytest.mark.parametrize("by", ["seed", "split"])
+def test_known_samples_are_balanced_and_nested_and_a_seed_draws_its_own(by: Any) -> None:
+    few, more = (digits(labelled=n, labelled_by=by) for n in (23, 60))
     assert known(few) < known(more)
     counts = few.split("train").labels[sorted(known(few))].bincount()
     assert sorted(counts.tolist()) == [2] * 7 + [3] * 3
-    again, other = digits(labelled=23, batch_size=5), digits(labelled=23, seed=1)
-    again.order_seed = 5
+    again, other = digits(labelled=23, labelled_by=by, batch_size=5), digits(labelled=23, labelled_by=by, seed=1)
     assert known(again) == known(few) != known(other)
+    again.order_seed, before = 5, known(few)
+    assert (known(again) == before) is (by == "split")
+    again.order_seed = 0  # a data module is shared by the seeds of a run
+    assert known(again) == before
+    assert again.fingerprint() == few.fingerprint()  # so that a run grows by seeds
+
+
+def test_a_draw_by_the_split_is_the_same_as_ever() -> None:
+    drawn = digits(labelled=23, labelled_by="split").labelled_samples()
+    assert drawn is not None
+    labels = digits().split("train").labels
+    assert drawn.nonzero().flatten().equal(splits.balanced_subset(labels, 23, keyed.fold_in(0, 6)))
+
+
+def test_what_can_not_draw_labels_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"^data.labelled_by seeds: expected seed or split"):
+        digits(labelled=23, labelled_by="seeds")
+    with pytest.raises(BadInput, match=r"^data.labelled_by split: expected `data.labelled N` beside it"):
+        digits(labelled_by="split")
 
 
 def test_the_option_changes_no_sample_and_hides_nothing_else() -> None:

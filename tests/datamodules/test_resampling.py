@@ -20,6 +20,7 @@ from lit_modules.objectives import RKD, CrossEntropy, Hinton, Objective
 from tests.callbacks import SaveAndStop
 from tests.commands import bad_input, refuse, results
 from tests.datamodules.test_streams import ended
+from tests.grids import mostly_slow
 from tests.strategies.test_strategies import STEPS
 from tests.training import assert_agree, assert_same, classifier, digits, distil, fit, on, outcome, trainer, weights
 
@@ -111,10 +112,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["ddp 2", "ddp 3", pytest.param("pipeline 2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "all" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("place", mostly_slow(["ddp 3", "pipeline 2"], "ddp 3"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "all"))
 def test_any_number_of_processes_learns_the_same(case: str, place: str, tmp_path: Path) -> None:
     where = place
 
@@ -211,25 +210,35 @@ def test_label_noise_is_in_training_alone(capsys: pytest.CaptureFixture[str]) ->
     assert 0 <= int(labels.min()) <= int(labels.max()) < 10
     assert len((labels - truth).remainder(10).unique()) == 10  # symmetric: every other class
     assert (
-        "Digits: label noise: 60 of 200 training labels are another class, by --data.seed 0\n"
-        in capsys.readouterr().err
+        "Digits: label noise: 60 of 200 training labels are another class, drawn by seed 0\n" in capsys.readouterr().err
     )
 
 
-def test_weights_and_noise_of_the_labels_that_students_know_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by", ["seed", "split"])
+def test_weights_and_noise_of_the_labels_that_students_know_are_said(
+    by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from sklearn.utils.class_weight import compute_class_weight
 
-    options = {"train_size": 200, "subset": "proportional", "labelled": 30}
-    data = digits(class_weights="balanced", label_noise=0.3, **options)
-    truth, labels, known = digits(**options).split("train").labels, data.split("train").labels, data._labelled_samples
+    options: dict[str, Any] = {"train_size": 200, "subset": "proportional", "labelled": 30, "labelled_by": by}
+    data, truth = digits(class_weights="balanced", label_noise=0.1, **options), digits(**options).split("train").labels
+    labels, said = data.split("train").labels, list[str]()
+    for seed in (4, 6):
+        data.order_seed = seed
+        known = data.train_dataloader().labelled
+        data.train_dataloader()
+        assert known is not None
+        of = "of the 30 labels that students know" + f" with seed {seed}" * (by == "seed")
+        weights = compute_class_weight("balanced", classes=np.arange(10), y=labels[known].numpy())
+        said.append(f"Digits: weights {of}: {', '.join(f'{n} {weight:.3g}' for n, weight in enumerate(weights))}")
+        said.append(f"Digits: label noise: {int((truth != labels)[known].sum())} {of} are another class")
+    data.hides_labels = False
+    data.train_dataloader()
     told = capsys.readouterr().err.splitlines()
-    for start, of in (("weights of classes", labels), ("of students, by the 30 labels that they know", labels[known])):
-        weights = compute_class_weight("balanced", classes=np.arange(10), y=of.numpy())
-        pairs = ", ".join(f"{label} {weight:.3g}" for label, weight in enumerate(weights))
-        assert f"Digits: {start}: {pairs}" in told
-    wrong = int((truth != labels)[known].sum())
-    noise = f"60 of 200 training labels are another class, {wrong} of the 30 that students know, by --data.seed 0"
-    assert f"Digits: label noise: {noise}" in told
+    assert [line for line in told if "students" in line] == (said if by == "seed" else said[:2])
+    weights = compute_class_weight("balanced", classes=np.arange(10), y=labels.numpy())
+    assert f"Digits: weights of classes: {', '.join(f'{n} {weight:.3g}' for n, weight in enumerate(weights))}" in told
+    assert "Digits: label noise: 20 of 200 training labels are another class, drawn by seed 0" in told
 
 
 def test_what_can_not_be_is_refused() -> None:
@@ -238,9 +247,9 @@ def test_what_can_not_be_is_refused() -> None:
         ({"class_weights": [-1.0] * 10}, "data.class_weights [-1.0, "),
         ({"class_weights": [0.0] * 10}, "data.class_weights [0.0, "),
         ({"label_noise": 1.0}, "data.label_noise 1.0: expected a fraction"),
-        ({"balanced": True, "labelled": 30}, "data.balanced true: expected --data.labelled null"),
-        ({"balanced": True, "partition": [0.5, 0.5]}, "data.balanced true: expected --data.partition left out"),
-        ({"augment_repeats": 2}, "data.augment_repeats 2: expected --data.augment true"),
+        ({"balanced": True, "labelled": 30}, "data.balanced true: expected `data.labelled null`"),
+        ({"balanced": True, "partition": [0.5, 0.5]}, "data.balanced true: not allowed with `data.partition`"),
+        ({"augment_repeats": 2}, "data.augment_repeats 2: expected `data.augment true`"),
         ({"augment_repeats": 0, "augment": True}, "data.augment_repeats 0: expected a whole number"),
     ]
     for options, line in cases:

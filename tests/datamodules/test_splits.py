@@ -178,7 +178,7 @@ REFUSED: list[tuple[type[ImageData], dict[str, Any], str]] = [
     (Digits, {"partition": [float("nan"), 1.0]}, "data.partition [nan, 1.0]: expected fractions"),
     (Digits, {"partition": []}, "data.partition []: expected fractions"),
     (Numbered, {"train_size": 108, "validation_size": 0}, "data.train_size 108: expected at most 107 of the 107"),
-    (Numbered, {"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as --data"),
+    (Numbered, {"train_size": 107}, "data.train_size 107: expected at most 97 of the 107 training samples, as `data"),
     (Numbered, {"train_size": 90, "validation_size": 20}, "data.train_size 90: expected at most 87 of the 107"),
     (
         Numbered,
@@ -201,7 +201,7 @@ MIXING: list[tuple[dict[str, Any], str]] = [
     ({"cutmix": float("nan")}, "data.cutmix nan: expected a number of 0 or more"),
     (
         {"mixup": 1.0, "labelled": 50},
-        "data.labelled 50: expected all labels, as --data.mixup and --data.cutmix mix them",
+        "data.labelled 50: expected all labels, as `data.mixup` and `data.cutmix` mix them",
     ),
 ]
 

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import ImageFolder, memory
-from datamodules.streams import Streamed
+from datamodules.streams import SampleStream
 from experiments import kd
 from harness.runs.safepoints import SafePoints
 from lit_modules.classifier import LitClassifier
@@ -81,7 +81,7 @@ def test_it_trains_to_the_bits_of_memory(
 ) -> None:
     data = folder(root, cache=cache, num_workers=workers)
     assert_same(ended(data), in_memory)
-    assert isinstance(data.split("train"), Streamed)
+    assert isinstance(data.split("train"), SampleStream)
 
 
 def test_without_augmentation_too_and_with_hidden_labels(root: Path) -> None:
@@ -125,9 +125,9 @@ def test_resumed_at_any_moment_it_ends_the_same(root: Path, in_memory: dict[str,
 def test_too_much_is_streamed(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
     data = folder(root, image_size=100)
-    assert isinstance(data.split("test"), Streamed)
+    assert isinstance(data.split("test"), SampleStream)
     told = "83 of 3x100x100 take 0.00 GB, 0.00 GB are available"
-    assert f"ImageFolder: images are read while training (--data.cache none): {told}\n" in capsys.readouterr().err
+    assert f"ImageFolder: images are read while training (cache none): {told}\n" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -172,14 +172,14 @@ def study(root: Path, out: Path, *flags: str, before: Callable[[], None] = lambd
 
 
 def kill_a_worker() -> None:
-    finished, calls = Streamed.take, itertools.count()
+    finished, calls = SampleStream.take, itertools.count()
 
     def counting(*args: Any) -> Any:
         if get_worker_info() and next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return finished(*args)
 
-    Streamed.take = counting  # type: ignore[method-assign]
+    SampleStream.take = counting  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
     [
         ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
         ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
-        ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …"),
+        ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …, at most 512"),
         ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),
     ],
     ids=str,

@@ -83,7 +83,7 @@ def test_a_flat_folder_is_split_by_class_and_keeps_copies_together(
     told = capsys.readouterr().err
     assert f"ImageFolder: skipped in {photos}: 1 .txt, 1 hidden, 1 outside a class\n" in told
     assert "ImageFolder: near duplicates: images 4, groups 1, each kept in one part\n" in told
-    assert "ImageFolder: there is no test set: split by class, as --data.seed 0 draws: train " in told
+    assert "ImageFolder: there is no test set: split by class, as seed 0 draws: train " in told
     assert "; too small to be tested: ant\n" in told
 
 
@@ -199,7 +199,7 @@ def test_damaged_images_and_empty_classes(photos: Path, capsys: pytest.CaptureFi
     assert "1 damaged" in capsys.readouterr().err
     (photos / "dog").mkdir()
     assert "Found no valid file for the classes dog" in bad_input(lambda: made(ImageFolder, photos))
-    assert "a folder; --data ImageTable reads" in bad_input(lambda: made(ImageFolder, photos / "bee" / "00.jpg"))
+    assert "a folder; `data ImageTable` reads" in bad_input(lambda: made(ImageFolder, photos / "bee" / "00.jpg"))
 
 
 @pytest.mark.parametrize("names", [("Train", "TEST", "Val"), ("training", "Testing", "VALID")])
@@ -304,7 +304,7 @@ def test_tables_that_can_not_be_used_are_refused(photos: Path) -> None:
     )
     assert refused(lambda _: None, label="breed").startswith("data.label breed: expected a column of")
     assert refused(lambda rows: rows[3].update(file_name="no.jpg")) == (
-        f"{start}files below {photos} (--data.folder); that of row 5, no.jpg, is not"
+        f"{start}files below {photos} (`data.folder`); that of row 5, no.jpg, is not"
     )
     assert refused(lambda rows: [row.update(file_name=f"{i}.jpg") for i, row in enumerate(rows)] and rows).endswith(
         "that of row 2, 0.jpg, is not, nor 35 more"

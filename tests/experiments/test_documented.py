@@ -20,7 +20,8 @@ from PIL import Image
 
 from harness import start
 from lit_modules.nets import DeepNN
-from tests import exporting, waiting
+from tests import waiting
+from tests.deploy import exporting
 from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
@@ -29,11 +30,11 @@ NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback
 # On stderr there is nothing but these.
 SAID = re.compile(
     r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates|weights of classes|label noise)"
-    r"|warning: .* draws noise from torch's generator|Chat: \S+: .*(left out|end at --data.max_length)"
+    r"|warning: .* draws noise from torch's generator|Chat: \S+: .*(left out|end at max_length)"
 )
 MINE = """
 from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher
-from tests.datamodules.test_adapted import Mine
+from tests.datamodules.test_adapter import Mine
 
 class MyData(Mine):
     def __init__(self, batch_size: int = 16) -> None:
@@ -61,8 +62,11 @@ SMALLER = {
     "--tune": "2",
     "--seeds": "2",
     "--trainer.max_epochs": "2",
+    "--variants.sequencelevel.max_new_tokens": "2",  # which the teacher writes to each block of the training text
+    "--generated_tokens": "2",
 }
 NETS = {"ViT": ["--teacher.num_layers", "1", "--student.num_layers", "1"]}  # of a net that both are
+NEEDED = {"compare", "--out", "--resume", "--sample", "--help"}  # what they leave or show is of these commands alone
 FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
@@ -87,7 +91,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """Name and flags of each command that begins with `python`, in the order in which one reads them.
 
     Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, CIFAR-10 is downloaded in
-    tests/datamodules/test_downloaded.py, and what is pushed is so in tests/experiments/test_export.py.
+    tests/datamodules/test_torchvision_data.py, and what is pushed is so in tests/experiments/test_export.py.
     """
     texts: list[str] = []
     for page in (page for page in pages() if page.name not in FOLLOWED):
@@ -142,18 +146,40 @@ def goes_on(flags: list[str]) -> bool:
     return bool({"--resume", "--sample", "--help"} & {*flags})
 
 
-def others() -> Iterator[tuple[str, list[str]]]:
-    """The commands that are not run yet when shortened; what one computes does not depend on where it writes."""
+def choices(name: str, flags: list[str]) -> set[tuple[str, ...]]:
+    """The script, the flags and the classes and students that they name: without numbers and paths."""
+    starts = [i for i, flag in enumerate(flags) if flag.startswith("--")]
+    parts = [flags[a:b] for a, b in itertools.pairwise([*starts, len(flags)])]
+    named = {(flag, *(value for value in values if re.match(r"[A-Z{\[]", value))) for flag, *values in parts}
+    return {(name,), *named, *(("--only", value) for flag, *values in parts if flag == "--only" for value in values)}
+
+
+def covers(more: tuple[str, list[str]], less: tuple[str, list[str]]) -> bool:
+    """Whether a command does all that another does, to data of the same flags, with other numbers and perhaps more."""
+    both = choices(*more), choices(*less)
+    data = [{choice for choice in chosen if choice[0].startswith("--data")} for chosen in both]
+    return both[0] >= both[1] and data[0] == data[1]
+
+
+def others() -> list[tuple[str, list[str]]]:
+    """The commands that are not run yet when shortened; what one computes does not depend on where it writes.
+
+    Of commands that differ in numbers alone, or in what one does besides, one is run. All are parsed: test_frozen.py.
+    """
     done = [(name, shortened(name, FIRST[name])) for name in FRESH]
+    found: list[tuple[str, list[str]]] = []
     for name, flags in COMMANDS:
         command = name, shortened(name, flags)
         is_saved = any(flag.startswith(f"{Path(file).stem}.") for flag in flags for file in FILES)  # has its own test
-        if command not in done and name != "quantize" and not is_saved:  # of quantize: experiments/test_quantize.py
-            done.append(command)
-            yield command
+        if command not in [*done, *found] and name != "quantize" and not is_saved:  # that: experiments/test_quantize.py
+            found.append(command)
+    for command in [command for command in found if not NEEDED & {command[0], *command[1]}]:
+        if any(covers(more, command) for more in found if more is not command):
+            found.remove(command)
+    return found
 
 
-OTHERS = list(others())
+OTHERS = others()
 
 
 def test_every_script_is_documented() -> None:

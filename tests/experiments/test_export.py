@@ -25,21 +25,25 @@ from torchvision import models
 
 from apprentice.errors import BadInput
 from datamodules.preparation import Kind, Preparation
+from deploy import card, hub, students, writers
+from deploy import export as exports
+from deploy.export import TEMPLATES, export_net
+from deploy.export_folder import FOLDER, ONNX, PROGRAM, metadata
+from deploy.int8.options import data_of_run
+from deploy.net_path import net_path, teachers_beside
 from experiments import export, kd, predict
-from harness.runs.nets import load_net, place_of, save_net, spec, teachers_beside
-from harness.studies.deploy import card, hub, leaving
-from harness.studies.deploy.builder import data_of_run
-from harness.studies.deploy.package import FILES, TEMPLATES, export_net
+from harness.runs.nets import load_net, save_net, spec
 from lit_modules.nets import LightNN, RNNClassifier, Torchvision
-from tests import exporting
 from tests.commands import Refusal, results, start
-from tests.harness.test_predict import draw
+from tests.deploy import exporting
+from tests.deploy.test_predict import draw
 from tests.net_facts import facts
 from tests.processes import Run
 from tests.training import SHAPE, net
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("apprentice", "lit_modules", "datamodules", "strategies", "harness", "lab", "experiments")
+FILES = [file.name for file in FOLDER]
+PROJECT = ("apprentice", "deploy", "lit_modules", "datamodules", "strategies", "harness", "lab", "experiments")
 # Python without `site`, so without the .pth file that leads to an editable install of this project.
 ELSEWHERE = f"""
 import importlib.util, runpy, sys
@@ -159,15 +163,15 @@ def test_a_moving_average_is_of_its_student_s_run_and_has_its_own_score(tmp_path
     plain, folder = spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "run" / "seed0" / "kd"
     for place in (folder, folder / "ema", folder.parent / "ema"):
         save_net(net(LightNN), plain, place, facts())
-    assert place_of(folder / "ema") == (tmp_path / "run", "seed0", "kd", True)
-    assert place_of(folder.parent / "ema") == (tmp_path / "run", "seed0", "ema", False)  # a student of that name
+    assert net_path(folder / "ema") == (tmp_path / "run", "seed0", "kd", True)
+    assert net_path(folder.parent / "ema") == (tmp_path / "run", "seed0", "ema", False)  # a student of that name
     assert teachers_beside(folder / "ema") == teachers_beside(folder) == {folder.parent / "teacher": 1.0}
     (tmp_path / "run" / "config.yaml").write_text("data: {train_size: 7}\n")
     assert data_of_run(["--run", str(folder / "ema")], None, object) == {"train_size": 7}
     scores = {"test_acc": [0.5], "test_ema_acc": [0.75]}
     metric = SimpleNamespace(name="test_acc", score="acc")
     of_run: Any = SimpleNamespace(metric=metric, nets={"kd": SimpleNamespace(scores=scores)}, seeds=[0])
-    assert [card._score(place_of(place), of_run) for place in (folder, folder / "ema")] == [0.5, 0.75]
+    assert [card._score(net_path(place), of_run) for place in (folder, folder / "ema")] == [0.5, 0.75]
     assert "# kd: LightNN, moving average of weights" in card.model_card(folder / "ema", facts(), 3)
 
 
@@ -188,24 +192,67 @@ def test_how_to_use_a_folder_takes_fifteen_lines() -> None:
 def test_a_resumed_run_replaces_its_export_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "kd").mkdir()
     (tmp_path / "kd" / "README.md").touch()
+    (tmp_path / "kd" / ".unfinished-killed").mkdir()
 
     def check(resume: bool) -> None:
         config = Namespace(export=str(tmp_path), overwrite=False, resume=resume)
-        leaving.check_students(SimpleNamespace(config=config), ["kd"])  # type: ignore[arg-type]
+        students.check_students(SimpleNamespace(config=config), ["kd"])  # type: ignore[arg-type]
 
+    with pytest.raises(BadInput, match=r"a new folder; this one holds README\.md"):
+        check(resume=True)  # without net.yaml it is somebody else's
+    (tmp_path / "kd" / "net.yaml").touch()
     check(resume=True)
-    with pytest.raises(BadInput, match=r"or --overwrite true; this one holds README\.md"):
+    with pytest.raises(BadInput, match=r"or `overwrite true`; this one holds README\.md"):
         check(resume=False)
     (tmp_path / "kd" / "mine.txt").touch()
     with pytest.raises(BadInput, match=r"a new folder; this one holds mine\.txt"):
         check(resume=True)
 
 
+@pytest.mark.extras
+def test_an_export_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_net(net(LightNN), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "net", facts())
+    for slow in (ONNX, PROGRAM):
+        monkeypatch.setitem(writers.WRITERS, slow, lambda *_: 1 / 0)
+    exporting.read_here(monkeypatch)
+    out, contents = tmp_path / "exported", []
+    for _ in range(3):
+        assert sorted(export_net(tmp_path / "net", out)) == ["model.onnx", "model.pt2"]
+        contents.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert contents[0] == contents[1] == contents[2]  # metadata have an order
+    assert set(contents[0]) == {*FILES} - {"model.onnx", "model.pt2"}
+    save_net(net(LightNN, 1), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "net", facts())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exports, "read_back", interrupted)
+    for place in (out, tmp_path / "new"):
+        with pytest.raises(KeyboardInterrupt):
+            export_net(tmp_path / "net", place)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents[0]
+    assert not [*(tmp_path / "new").iterdir()]
+
+
+@pytest.mark.extras
+def test_what_can_not_be_exported_is_one_line(tmp_path: Path, refusal: Refusal) -> None:
+    (tmp_path / "file").touch()
+    given = ["--run", tmp_path]
+    for flags, line in [
+        (["--out", "null"], "--out null: expected a folder, as exported"),
+        (["--out", "/proc/new"], "--out /proc/new: expected a folder that can be written"),
+        (["--out", tmp_path / "file"], f"--out {tmp_path / 'file'}: expected a folder that can be written"),
+        (["--push_public", "true"], "--push_public true: expected --push NAME/MODEL beside it"),
+        (["--checkpoint_every", "9"], "--checkpoint_every 9: not allowed, as nothing is trained"),
+    ]:
+        assert refusal(export.main, *given, *flags) == line
+
+
 @pytest.mark.extras("onnxruntime")
 def test_use_py_answers_for_deep_images_and_where_the_commit_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known, seen = facts(commit=None).metadata(), list[np.ndarray]()
+    known, seen = metadata(facts(commit=None)), list[np.ndarray]()
 
     def run(_: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         seen.append(inputs["images"])
@@ -329,7 +376,7 @@ def test_the_page_s_push(stub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             (out / name).write_text(f"{folder}")
         return {}
 
-    monkeypatch.setattr(leaving, "export_net", write)
+    monkeypatch.setattr(exports, "export_net", write)
     said = Run(afresh, export.main, flags, log=tmp_path / "log").check()
     assert set(stub.files) == set(FILES)
     assert said.rstrip().endswith("/me/model")
@@ -343,11 +390,12 @@ def test_what_can_not_leave_is_one_line(tmp_path: Path, refusal: Refusal) -> Non
     (tmp_path / "taken" / "mine.txt").touch()
     ours = tmp_path / "ours"
     ours.mkdir()
-    (ours / "README.md").touch()
+    for name in ("README.md", "net.yaml"):
+        (ours / name).touch()
     new = tmp_path / "new"
     known = ["--run", tmp_path / "seed0" / "kd"]
     for flags, says in (
-        (["--run", tmp_path, "--out", new], f"there: {tmp_path}/old, {tmp_path}/seed0/kd"),
+        (["--run", tmp_path, "--out", new], f"there: {tmp_path}/old, {ours}, {tmp_path}/seed0/kd"),
         (["--out", new], "--run (nothing): expected a net's folder"),
         (["--run", tmp_path / "old", "--out", new], "train it again"),
         ([*known, "--out", tmp_path / "taken", "--overwrite", "true"], "a new folder; this one holds mine.txt"),

@@ -1,5 +1,6 @@
 """gpt.py, end to end: what it leaves, how it goes on, what it writes, and what it refuses."""
 
+import html
 import json
 import math
 import shutil
@@ -15,7 +16,9 @@ from datamodules import Text
 from experiments import gpt
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
-from lit_modules.tasks import TokenScores
+from harness.studies.compare.runs import EXPERIMENTS, load_run
+from lit_modules.tasks import BITS, TokenScores
+from tests import figures
 from tests.commands import Refusal, kill_at, lasting, left_by_overwriting, nets, results, start
 from tests.grids import mostly_slow
 from tests.language import written
@@ -30,8 +33,21 @@ QUICK = [*NET, *STEPS, "--data.block_size", "16", "--model.warmup_steps", "3"]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt")
     flags = ["--data.path", str(written(folder)), "--seeds", "2", "--samples", "2", "--out", str(folder / "run")]
-    gpt.main([*QUICK, *flags])
+    with figures.drawn():
+        gpt.main([*QUICK, *flags])
     return folder / "run"
+
+
+def test_compare_reads_a_net_alone_as_before(finished: Path) -> None:
+    run = load_run(finished, finished, "run")
+    assert (run.experiment, run.baseline) == (EXPERIMENTS["gpt"], "run/gpt")
+    assert run.entries["gpt"].scores["test_bpc"] == results(finished)["students"]["gpt"]["test_bpc"]
+
+
+def samples(run: Path, seed: int) -> list[str]:
+    """What the net of a seed has written."""
+    texts: list[str] = json.loads((run / f"seed{seed}" / "gpt" / "samples.json").read_text())
+    return texts
 
 
 def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
@@ -40,23 +56,26 @@ def test_a_run_leaves_what_is_needed(finished: Path, tmp_path: Path) -> None:
     assert found["data"] == {"name": "Text", "train": 405, "validation": 44, "test": 49}
     data = Text(finished.parent / "text", 16)
     data.setup()
-    assert len(found["runs"]) == 2
-    for seed, facts in enumerate(found["runs"]):
+    facts = found["students"]["gpt"]
+    for seed in (0, 1):
         scores, net = TokenScores(), load_net(finished / f"seed{seed}" / "gpt")
         for batch in data.test_dataloader():
             scores.update(net(batch.inputs), batch.labels)
         expected = {f"test_{name}": value.item() for name, value in scores.compute().items()}
-        assert {name: facts[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        record = json.loads((finished / f"seed{seed}" / "gpt.json").read_text())["nets"]["gpt"]
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert [facts[name][seed] for name in BITS.tested] == [record[name] for name in BITS.tested]
         assert facts["parameters"] == sum(p.numel() for p in net.parameters())
-        assert min(facts["fit_seconds"], facts["step_ms"], facts["train_flops"]) > 0
-        assert [len(text) for text in found["samples"][str(seed)]] == [16, 16]
+        assert min(found["students_fit_seconds"][seed], facts["step_ms"], facts["train_flops"]) > 0
+        assert [len(text) for text in samples(finished, seed)] == [16, 16]
     for name in ("config.yaml", "environment.json", "results.md", "seed1/gpt/weights.pt", "seed1/gpt/vocabulary.json"):
         assert (finished / name).stat().st_size > 0
     told = (finished / "results.md").read_text()
     assert told.startswith("# gpt on Text\n\n- Data: Text: 405 train, 44 validation, 49 test tokens\n- Seeds: 0, 1\n")
     assert "net GPT(num_layers=2, num_heads=2" in told
     assert "trainer.max_steps 12" in told
-    assert found["samples"]["0"][0].split("\n")[0] in told
+    first = html.escape(samples(finished, 0)[0].split("\n")[0], quote=False)
+    assert first in (finished / "report.html").read_text()
     assert not left_by_overwriting(finished, tmp_path)
 
 
@@ -72,20 +91,21 @@ def test_seeds_as_jobs_give_the_bits_of_one_process(
         assert (out / "jobs" / f"seed{seed}-gpt.log").exists()
         weights = [root / f"seed{seed}" / "gpt" / "weights.pt" for root in (out, finished)]
         assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert results(out)["samples"] == results(finished)["samples"]
+    assert [samples(out, seed) for seed in (0, 1)] == [samples(finished, seed) for seed in (0, 1)]
     line = refusal(gpt.main, *QUICK, *flags, "--launcher", "local", "--launcher.students", "1")
-    assert line == "--launcher.students 1: expected it left out: a seed has one net"
+    assert line == "--launcher.students 1: not allowed, as a seed has one net"
 
 
 def test_bytes_are_tokens_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "text", tmp_path / "run"
     path.write_text("naïve €uro 漢字 " * 60)
     gpt.main([*QUICK, "--data.vocabulary", "bytes", "--data.path", str(path), "--out", str(out)])
-    (facts,) = results(out)["runs"]
+    scores = results(out)["students"]["gpt"]
     data = Text(path, 16, "bytes")
     data.setup()
-    assert facts["test_bpc"] == pytest.approx(facts["test_loss"] / math.log(2) * data.tokens_per_character)
-    assert data.tokens_per_character > 1.4
+    (bits,), (loss,) = scores["test_bpc"], scores["test_loss"]
+    assert bits == pytest.approx(loss / math.log(2) * data.tokens_per_character["test"])
+    assert data.tokens_per_character["test"] > 1.4
     capsys.readouterr()
     gpt.main(["--sample", "€ ∂", "--run", str(out)])
     assert capsys.readouterr().out.startswith("€ ∂")
@@ -191,7 +211,7 @@ def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monke
     for out, compiled in zip(runs, ("false", "true"), strict=True):
         start(out, *flags, "--trainer.devices", out.name, "--compile", compiled, main=gpt.main).check()
     assert_same(*map(nets, runs), atol=1e-4)
-    losses = [results(out)["runs"][0]["test_loss"] for out in runs]
+    losses = [results(out)["students"]["gpt"]["test_loss"][0] for out in runs]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -200,4 +220,4 @@ def test_compiled_on_two_processes_it_ends_as_eager_on_one(tmp_path: Path, monke
 def test_a_short_run_on_tiny_shakespeare(data_root: Path, tmp_path: Path) -> None:
     path = data_root / "tinyshakespeare" / "input.txt"
     gpt.main(["--data.path", str(path), "--trainer.max_steps", "150", "--out", str(tmp_path / "run")])
-    assert results(tmp_path / "run")["runs"][0]["test_loss"] < 2.6
+    assert results(tmp_path / "run")["students"]["gpt"]["test_loss"][0] < 2.6

@@ -34,7 +34,9 @@ def test_the_version_is_that_of_the_changelog(
 ) -> None:
     call(monkeypatch, "--version")
     assert capsys.readouterr().out == f"apprentice {apprentice.__version__}\n"
-    assert (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].startswith(apprentice.__version__)
+    sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    released = next(section for section in sections if not section.startswith("Unreleased\n"))
+    assert released.startswith(apprentice.__version__)
     assert f"version: {apprentice.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 

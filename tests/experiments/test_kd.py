@@ -20,7 +20,7 @@ from experiments import hardware, kd
 from harness.runs.environment import limit_threads
 from harness.runs.nets import load_net
 from lit_modules.nets import LightNN
-from tests.commands import Refusal, left_by_overwriting, results
+from tests.commands import Refusal, left_by_overwriting, results, run_of
 from tests.grids import mostly_slow
 from tests.launching import torchrun
 from tests.processes import Run
@@ -32,11 +32,7 @@ QUICK = [
 FINISHED = [*QUICK, "--seeds", "2", "--only", "ce", "kd"]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("kd") / "run"
-    kd.main([*FINISHED, "--out", str(out)])
-    return out
+finished = run_of(kd, *FINISHED)
 
 
 def test_a_run_leaves_nets_with_the_scores_in_its_results(finished: Path, tmp_path: Path) -> None:

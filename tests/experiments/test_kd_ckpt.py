@@ -40,7 +40,7 @@ def check(out: Path, net: str, accuracy: float, metric: str = "acc") -> LitClass
     return module
 
 
-@pytest.mark.parametrize("student", ["ResNet --student.depth 8", "tests.lit_modules.test_pretrained.Many"])
+@pytest.mark.parametrize("student", ["ResNet --student.depth 8", "tests.lit_modules.nets.test_pretrained.Many"])
 def test_nets_load_by_themselves_and_have_the_tables_accuracy(student: str, tmp_path: Path) -> None:
     only = ["kd"] if "Many" in student else ["kd", "simkd", "--variants.simkd", "SimKD"]
     kind = ["--student.kind", "tuple"] if "Many" in student else []

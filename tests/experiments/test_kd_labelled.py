@@ -8,7 +8,7 @@ import torch
 from experiments import compare, kd
 from harness.runs.plans import FitPlan
 from harness.studies.bakeoff import BakeOff
-from lit_modules.learner import Learner
+from lit_modules.training.loop import Loop
 from tests.commands import results
 from tests.training import assert_same
 
@@ -44,7 +44,8 @@ def test_the_teacher_sees_all_labels(folder: Path) -> None:
 
 
 def test_a_run_says_who_has_which_labels(folder: Path, tmp_path: Path) -> None:
-    said = "students: labels of 10 of 150 training samples; the teacher was trained with all labels."
+    drawn = "students: labels of 10 of 150 training samples, which each seed draws"
+    said = f"{drawn}; the teacher was trained with all labels."
     assert said in (folder / "few" / "results.md").read_text()
     assert "labelled=10" in (folder / "few" / "results.md").read_text()
     assert "students: labels" not in (folder / "all" / "results.md").read_text()
@@ -53,7 +54,7 @@ def test_a_run_says_who_has_which_labels(folder: Path, tmp_path: Path) -> None:
     assert few["students"]["ce"]["train_flops"] == whole["students"]["ce"]["train_flops"]
     teacher = ["--teacher_ckpt", str(folder / "all/seed0/teacher/weights.pt")]
     found = ran(tmp_path, "loaded", "--data.labelled", "10", *teacher)
-    assert "150 training samples; the teacher was loaded." in (found / "results.md").read_text()
+    assert "150 training samples, which each seed draws; the teacher was loaded." in (found / "results.md").read_text()
     assert_same(weights(found, "kd"), weights(folder / "few", "kd"))
 
 
@@ -61,7 +62,7 @@ def test_a_run_goes_on_from_its_teacher_with_its_labels(folder: Path, tmp_path: 
     class StoppedError(Exception):
         pass
 
-    def build(bake_off: BakeOff, plan: FitPlan) -> Learner:
+    def build(bake_off: BakeOff, plan: FitPlan) -> Loop:
         if plan.name == "students":
             raise StoppedError
         return real(bake_off, plan)

@@ -11,7 +11,7 @@ from experiments import compare, kd
 from harness.runs.files import write_json
 from harness.runs.nets import load_net
 from tests import bake_off_facts
-from tests.commands import Refusal, results
+from tests.commands import Refusal, results, run_of
 
 QUICK = [
     "--data", "Digits",
@@ -19,11 +19,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("kd") / "run"
-    kd.main([*QUICK, "--seeds", "2", "--metric", "balanced_accuracy", "--out", str(out)])
-    return out
+finished = run_of(kd, *QUICK, "--seeds", "2", "--metric", "balanced_accuracy")
 
 
 def test_the_table_is_of_the_metric_and_the_accuracy_stays(finished: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from experiments import kd
 from harness.runs.nets import load_net
-from lit_modules.stored_teacher.file import Part
+from lit_modules.training.tensor_folder import TensorFolder
 from tests.commands import bad_input, kill_at, results, start
 from tests.language import written
 
@@ -44,7 +44,8 @@ def table(out: Path) -> Any:
 def test_a_later_run_does_not_load_the_teacher(loaded: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     stored = [*STORED, str(tmp_path / "kept")]
     kd.main([*loaded, *stored, "--out", str(tmp_path / "first")])
-    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".topk", ".json"}
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert len([*folder.glob("test-*.json")]) == 1
     capfd.readouterr()
     monkeypatch.setattr(kd, "load_teacher", pytest.fail)
     kd.main([*loaded, *stored, "--out", str(tmp_path / "second")])
@@ -85,7 +86,7 @@ def test_averages_of_a_teachers_weights_have_a_file_of_their_own(loaded: list[st
         kd.main([*flags, "--teacher_ckpt_ema", averaged, "--out", str(tmp_path / averaged)])
         losses.append(results(tmp_path / averaged)["teacher"]["test_loss"])
     assert losses[0] != losses[1]
-    assert len([*(tmp_path / "kept").glob("*.topk")]) == 2
+    assert len([*(tmp_path / "kept").iterdir()]) == 2
 
 
 def test_settings_that_cannot_be_stored_are_refused(loaded: list[str], tmp_path: Path, refusal: Any) -> None:
@@ -94,7 +95,7 @@ def test_settings_that_cannot_be_stored_are_refused(loaded: list[str], tmp_path:
         ("--teacher_top_k", "5"): "--teacher_top_k 5: expected --teacher_cache_dir DIR beside it",
         ("--teacher_top_k", "0", *kept): "--teacher_top_k 0: expected a number of tokens",
         ("--teacher_tail", "sample"): "--teacher_tail sample: expected --teacher_top_k N beside it",
-        ("--teacher_top_k", "all", "--teacher_tail", "sample", *kept): "there is no tail",
+        ("--teacher_top_k", "all", "--teacher_tail", "sample", *kept): "leaves no tail",
         ("--teacher_top_k", "5", *kept, "--data.same_blocks", "false"): "same in each epoch; --data.same_blocks true",
         ("--teacher_top_k", "5", *kept, "--teacher_tail", "sample"): "for this method, which can't learn from 5 tokens",
         ("--teacher_top_k", "5", *kept, "--tune", "2"): "all, or no --tune",
@@ -103,19 +104,19 @@ def test_settings_that_cannot_be_stored_are_refused(loaded: list[str], tmp_path:
     for more, line in refused.items():
         assert line in refusal(kd.main, *loaded, *more), more
     digits = ["--data", "Digits", "--teacher_top_k", "5", *kept]
-    assert "--teacher_top_k 5: expected texts; --data Digits has one label a sample" in refusal(kd.main, *digits)
+    assert "--teacher_top_k 5: expected texts, not --data Digits" in refusal(kd.main, *digits)
 
 
 def test_a_damaged_file_is_refused_before_anything_is_written(loaded: list[str], tmp_path: Path, refusal: Any) -> None:
     stored = [*STORED, str(tmp_path / "kept")]
     kd.main([*loaded, *stored, "--out", str(tmp_path / "first")])
-    (path,) = (tmp_path / "kept").glob("*.topk")
+    (path,) = (tmp_path / "kept").glob("*/13.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-20] + b"?" + whole[-19:])
-    assert "a file whose entries have its checksums; it is damaged: delete it" in refusal(kd.main, *loaded, *stored)
+    assert "a file whose tensors have its checksum; it is damaged: delete it" in refusal(kd.main, *loaded, *stored)
     path.write_bytes(whole[:-20])
-    assert f"--teacher_cache_dir {path}: expected a file of {len(whole):,} bytes" in refusal(kd.main, *loaded, *stored)
-    path.unlink()
+    assert f"--teacher_cache_dir {path}: expected a whole file of tensors" in refusal(kd.main, *loaded, *stored)
+    shutil.rmtree(path.parent)
     shutil.rmtree(tmp_path / "first")
     kd.main([*loaded, *stored, "--out", str(tmp_path / "first")])
     assert path.read_bytes() == whole
@@ -126,11 +127,12 @@ def test_a_killed_run_goes_on_and_several_processes_write_the_same(loaded: list[
     one, two = ([*STORED, str(tmp_path / name)] for name in ("one", "two"))
     exact = [*loaded, "--exact", "4"]
     start(tmp_path / "whole", *exact, *one).check()
-    killed = kill_at(Part, "write", 2, after=True)
+    killed = kill_at(TensorFolder, "write", 2, after=True)
     start(tmp_path / "cut", *exact, *two, before=killed).check(-signal.SIGKILL)
-    (part,) = (tmp_path / "two").iterdir()
-    assert part.suffix == ".part"
+    (folder,) = (tmp_path / "two").iterdir()
+    assert {path.name for path in folder.iterdir()} == {".lock", "0.safetensors", "13.safetensors"}
     start(tmp_path / "cut", "--resume", "true", "--trainer.devices", "2").check()
-    (path,) = (tmp_path / "one").glob("*.topk")
-    assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
+    files = [*(tmp_path / "one").glob("*/*.safetensors")]
+    assert len(files) > 2
+    assert all((folder / path.name).read_bytes() == path.read_bytes() for path in files)
     assert table(tmp_path / "cut") == table(tmp_path / "whole")

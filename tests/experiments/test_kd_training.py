@@ -1,23 +1,17 @@
 """Teacher and students are trained as each needs: their own settings."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from apprentice import replicas
 from experiments import compare, kd
-from harness.studies import budgets
-from lit_modules.distillation import Distillation
-from lit_modules.nets import ResNet
-from lit_modules.objectives import RKD, CrossEntropy
 from tests.commands import Refusal, nets, results, start
-from tests.training import SHAPE, assert_same, digits, fit, net, weights
+from tests.training import assert_same
 
 SMALL = [
     "--data.train_size", "150", "--data.test_size", "100", "--seeds", "[3]", "--only", "ce", "kd",
     "--trainer.max_epochs", "2", "--trainer.strategy", "auto", "--trainer.devices", "1",
+    "--data", "Digits",
 ]  # fmt: skip
 OWN = ["--teacher_optimizer", "SGD", "--teacher_optimizer.lr", "0.05", "--teacher_scheduler", "OneCycleLR"]
 OWN += ["--teacher_scheduler.max_lr", "0.1", "--teacher_batch_size", "40"]
@@ -41,7 +35,9 @@ def test_a_teacher_learns_by_its_own_settings_and_students_by_theirs(tmp_path: P
 
 
 def test_an_option_alone_changes_the_students_class(tmp_path: Path) -> None:
-    config = kd.parser().parse([*ALL[:4], "--optimizer.momentum", "0.9", "--teacher_optimizer.lr", "0.1"])
+    config = kd.parser().parse(
+        ["--data", "Digits", *ALL[:4], "--optimizer.momentum", "0.9", "--teacher_optimizer.lr", "0.1"]
+    )
     assert config.teacher_optimizer.name == "SGD"
     assert {**config.optimizer.init_args, "lr": 0.1} == config.teacher_optimizer.init_args
     assert config.teacher_scheduler is None
@@ -79,68 +75,3 @@ def test_a_metric_by_path_is_that_of_the_same_name(tmp_path: Path, capsys: pytes
     assert "MulticlassF1Score" in capsys.readouterr().out
     kd.main(["--out", str(run), "--resume", "true", "--seeds", "[3, 4]"])
     assert len(results(run)["students"]["kd"]["test_MulticlassF1Score"]) == 2
-
-
-def test_a_students_seconds_are_so_many_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops after them, and is what one of so many steps is; a resumed fit keeps their number."""
-    times = iter([10.0, 25.0, 1.0, 1.0])
-    monkeypatch.setattr(budgets, "milliseconds", lambda step: next(times))
-    one_batch = ["--data.batch_size", "50", "--trainer.max_epochs", "3"]
-    kd.main([*SMALL, *one_batch, "--student_seconds", "0.05", "--out", str(tmp_path / "run")])
-    students = results(tmp_path / "run")["students"]
-    assert {name: student["trained_steps"] for name, student in students.items()} == {"ce": [5], "kd": [2]}
-    loaded = ["--teacher_ckpt", str(tmp_path / "run/seed3/teacher/weights.pt")]
-    for name, steps in (("ce", "5"), ("kd", "2")):
-        out = tmp_path / name
-        kd.main([*SMALL, *one_batch, *loaded, "--trainer.max_steps", steps, "--only", name, "--out", str(out)])
-        assert_same(of(tmp_path / "run", name), of(out, name))
-    page = (tmp_path / "run/results.md").read_text()
-    assert "Steps, seed by seed: ce 5; kd 2." in page
-    callback = budgets.StudentBudget(0.05)
-    callback.load_state_dict({"steps": {"ce": 5, "kd": 2}})
-    callback.on_train_start(None, None)  # type: ignore[arg-type]  # it times nothing
-    assert callback.state_dict() == {"steps": {"ce": 5, "kd": 2}}
-
-
-def test_students_seconds_end_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of several has all of its epochs; a student without a whole one has no best epoch, and the page says so."""
-    teachers = ["--teachers.big", "LightNN", "--taught_by.kd", "big", "--teacher_epochs", "3"]
-    kd.main([*SMALL, *teachers, "--student_seconds", "1e-6", "--best_epoch", "val/acc", "--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "Steps, seed by seed: ce 1; kd 1." in said
-    assert all(f"{name}  epoch 3/3" in said for name in ("teacher ", "teacher-big"))
-    page = (tmp_path / "results.md").read_text()
-    assert "What a student learns after its last whole epoch is not validated; without any it has its last" in page
-
-
-def batch_norms(ema: float | None = None) -> Distillation:
-    students = {"rkd": (net(ResNet, depth=8), RKD()), "ce": (net(ResNet, depth=8), CrossEntropy())}
-    return Distillation(net(), students, SHAPE, ema=ema)
-
-
-def test_a_rank_times_a_step_that_relates_rows_alone() -> None:
-    """No other waits for it, of the global batch's statistics either."""
-    module: Any = fit(batch_norms(), digits(), 2, callbacks=[budgets.StudentBudget(1e-6)])
-    assert {run: done["steps"] for run, done in module.stopped.items()} == {"rkd": 1, "ce": 1}
-
-
-def test_timing_leaves_random_states_and_the_last_step_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_a_step(step: Any) -> float:
-        assert replicas.is_shard()
-        step()
-        torch.rand(3)
-        return 25.0
-
-    class Budget(budgets.StudentBudget):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            before = torch.get_rng_state()
-            super().on_train_start(trainer, pl_module)
-            assert torch.equal(torch.get_rng_state(), before)
-
-    monkeypatch.setattr(budgets, "milliseconds", time_a_step)
-    module, alone = batch_norms(0.5), batch_norms(0.5)
-    fit(module, digits(), max_epochs=3, callbacks=[Budget(0.1)])
-    fit(alone, digits(), max_epochs=3, max_steps=4)
-    assert_same(weights(module), weights(alone))
-    assert {done["steps"] for done in module.stopped.values()} == {4}
-    assert {done["epochs"] for done in module.stopped.values()} == {1.333}

@@ -8,7 +8,7 @@ import pytest
 from experiments import kd
 from tests.chats import rows, write_lines
 from tests.commands import results
-from tests.lit_modules.test_on_policy import NETS
+from tests.lit_modules.text.test_on_policy import NETS
 
 
 def flags(folder: Path, *more: str) -> list[str]:

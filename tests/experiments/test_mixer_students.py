@@ -10,7 +10,7 @@ import yaml
 
 from experiments import gpt, kd
 from harness.runs.nets import load_net, read_spec
-from harness.studies import mixer_parts
+from harness.studies.text import mixer_parts
 from tests.commands import results
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60

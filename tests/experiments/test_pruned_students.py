@@ -11,10 +11,11 @@ import yaml
 
 from experiments import gpt, kd
 from harness.runs.nets import load_net, read_spec
-from harness.studies import language_model
+from harness.studies.text import language_model
+from tests import with_transformers
 from tests.commands import results
+from tests.deploy import exporting
 from tests.language_parts import save_llama
-from tests.processes import Run
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 
@@ -71,7 +72,10 @@ def test_processes_and_a_resume_change_nothing(tmp_path: Path) -> None:
     ("more", "line"),
     [
         (["--student.layers", "5"], "--student.layers 5: expected 1 to 4 blocks, which the teacher has"),
-        (["--student.heads", "1"], "--student.heads 1: expected it left out: of GPT whole blocks are kept or left out"),
+        (
+            ["--student.heads", "1"],
+            "--student.heads 1: not allowed with GPT, of which whole blocks are kept or left out",
+        ),
     ],
 )
 def test_wrong_options(more: list[str], line: str, tmp_path: Path, refusal: Any) -> None:
@@ -82,17 +86,6 @@ def test_a_net_by_itself_is_not_pruned(tmp_path: Path, refusal: Any) -> None:
     by_itself = ["--data", "Text", "--student", "GPT", "--teacher", "Pruned", "--teacher.layers", "1", "--only", "kd"]
     assert "--teacher Pruned: expected a net by itself" in refusal(kd.main, *by_itself)
     assert "--net Pruned: expected a net by itself" in refusal(gpt.main, "--net", "Pruned", "--net.layers", "1")
-
-
-@pytest.mark.extras("transformers", "gguf", "peft")
-@pytest.mark.parametrize("what", ["gpt", "lora", pytest.param("llama", marks=pytest.mark.slow)])
-def test_students_are_folders_that_transformers_loads(what: str, tmp_path: Path) -> None:
-    run = Run(
-        {"gpt": _folder_of_gpt, "llama": _folder_of_llama, "lora": _folder_of_lora}[what],
-        tmp_path,
-        log=tmp_path / "log",
-    )
-    assert run.wait() == 0, run.output
 
 
 def _same_logits(folder: Path, atol: float = 1e-5) -> Any:
@@ -117,7 +110,10 @@ class Fails(CrossEntropy):
 """
 
 
-def _folder_of_gpt(folder: Path) -> None:
+@pytest.mark.extras("transformers")
+@with_transformers.in_fork
+def test_students_are_folders_that_transformers_loads(folder: Path) -> None:
+    exporting.read_here()
     (folder / "failing.py").write_text(FAILING)
     os.chdir(folder)
     failing = ["--variants.bad", "failing.Fails", "--only", "ce", "kd", "bad"]
@@ -140,7 +136,10 @@ def _folder_of_gpt(folder: Path) -> None:
     assert not list((folder / "run" / "seed0").glob("cosine*"))
 
 
-def _folder_of_llama(folder: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.extras("transformers", "peft")
+@with_transformers.in_fork
+def test_students_of_a_llama_are_too(folder: Path) -> None:
     import transformers
 
     warnings.simplefilter("ignore")
@@ -164,7 +163,9 @@ def _folder_of_llama(folder: Path) -> None:
         gpt.main(["--sample", "the quick", "--run", str(folder / "run" / name), "--samples", "2"])
 
 
-def _folder_of_lora(folder: Path) -> None:
+@pytest.mark.extras("transformers", "peft")
+@with_transformers.in_fork
+def test_students_of_adapters_are_too(folder: Path) -> None:
     import peft
     import transformers
 

@@ -14,14 +14,17 @@ import yaml
 
 from apprentice import extras
 from datamodules import ImageData
+from deploy import latency, writers
+from deploy.export_folder import ONNX
+from deploy.int8.options import data_of_run
+from deploy.int8.report import FormatRow
+from deploy.int8.study import Study
 from experiments import kd, quantize
 from harness.runs.facts import NetFacts
 from harness.runs.nets import save_net
-from harness.studies.deploy import Row, Study, formats, latency
-from harness.studies.deploy.builder import data_of_run
 from lit_modules.nets import LightNN, ResNet
-from tests import exporting
 from tests.commands import Refusal, left_by_overwriting, results
+from tests.deploy import exporting
 from tests.experiments.test_documented import start_fresh
 from tests.processes import Run
 from tests.training import net
@@ -49,7 +52,7 @@ def blocks(language: str) -> list[str]:
 
 
 def follow(folder: Path) -> None:
-    """The page's commands, in their order, int8 in a fresh process, which starts two; latency is measured less."""
+    """The page's commands, in their order, int8 in a fresh process, which starts two; shortened."""
     os.chdir(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,7 +62,7 @@ def follow(folder: Path) -> None:
                 if script == "quantize.py":
                     start_fresh("quantize", [*flags, *QUICK], folder)
                 else:
-                    kd.main(flags)
+                    kd.main([*flags, "--trainer.max_epochs", "2"])
         for block in blocks("python"):
             variables: dict[str, Any] = {}
             exec(compile(block, "int8.md", "exec"), variables)
@@ -145,7 +148,7 @@ def test_a_finished_run_is_told_again(run: Path, tmp_path: Path) -> None:
 def test_a_format_whose_file_was_deleted_is_not_done(tmp_path: Path) -> None:
     study = Study.__new__(Study)
     study.out = tmp_path
-    row = Row("bfloat16", 1.0, 1, 1, {}, None, 0.0, ["bfloat16/model.pt2", "bfloat16/weights.safetensors"])
+    row = FormatRow("bfloat16", 1.0, 1, 1, {}, None, 0.0, ["bfloat16/model.pt2", "bfloat16/weights.safetensors"])
     (tmp_path / "bfloat16").mkdir()
     for file in row.files:
         assert not study._has_files(row)
@@ -163,25 +166,26 @@ def resume(run: Path, out: Path) -> None:
 def test_a_fresh_student_with_a_file_that_is_broken_and_one_that_can_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, kept = tmp_path / "out", formats.write_onnx
+    out, kept = tmp_path / "out", writers.write_onnx
 
     def compiled(net: Any, batch: torch.Tensor, exact: bool) -> Any:
         """That takes seconds, and is done above."""
-        if isinstance(net, formats.Rounded) and len(batch) == 2:
+        if isinstance(net, writers.RoundedNet) and len(batch) == 2:
             raise RuntimeError("no such kernel")
         return net
 
     monkeypatch.setattr(latency, "compile_whole", compiled)
 
     def write_onnx(net: Any, example: torch.Tensor, folder: Path, facts: NetFacts) -> None:
-        if folder.name == "int8-ptq":
+        kind = folder.parent.name  # it is written in a temporary folder there
+        if kind == "int8-ptq":
             raise RuntimeError("no such operator")
-        if folder.name == "float32":
+        if kind == "float32":
             (folder / "model.onnx").write_bytes(b"nothing")
         else:
             kept(net, example, folder, facts)
 
-    monkeypatch.setattr(formats, "write_onnx", write_onnx)
+    monkeypatch.setitem(writers.WRITERS, ONNX, write_onnx)
     exporting.read_here(monkeypatch)
     command = Run(fresh, out, log=tmp_path / "log")
     command.check(1)
@@ -235,7 +239,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_has_its_student(flags: list[str], student: Path, refusal: Refusal) -> None:
     line = refusal(quantize.main, *flags, "--run", student, "--data", "Digits")
     assert line.startswith(" ".join(flags))
-    assert "left out" in line
+    assert "not allowed with --run" in line
 
 
 @needs_extras
@@ -307,7 +311,7 @@ def test_weights_that_do_not_fit_are_refused(student: Path, tmp_path: Path, refu
     says("missing: features.2.weight, features.2.bias, features.5", spec.replace("LightNN", "DeepNN"))
     says("cut short", weights=whole[: len(whole) // 2])
     says("its first is 9, and not 0", {**settings, "classes": [*"9876543210"]})
-    says("with weights.pt and net.yaml", {"class_path": "lit_modules.nets.ResNet", "init_args": [21]})
+    says("whose net.yaml can be read", {"class_path": "lit_modules.nets.ResNet", "init_args": [21]})
     resnet = {"class_path": "lit_modules.nets.ResNet", "init_args": larger}
     save_net(ResNet(**larger), resnet, other)  # it could take others, too
     says("(1, 8, 8), as this data has them", (other / "net.yaml").read_text(), (other / "weights.pt").read_bytes())

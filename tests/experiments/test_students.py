@@ -14,17 +14,19 @@ from matplotlib.text import Text
 from apprentice.errors import BadInput
 from experiments import compare, kd
 from harness import cli
-from harness.reports.combined import combine
-from harness.reports.figures import Dot, Style, lines_picture, spread
-from harness.reports.notes import notes
-from harness.reports.pages import picture, table
+from harness.reports.bakeoff.notes import notes
+from harness.reports.bakeoff.plots import picture
+from harness.reports.bakeoff.table import table
+from harness.reports.charts import Dot, Style, lines_picture, spread
+from harness.reports.combine import combine
 from harness.runs.plans import arms
 from harness.studies import zoo
 from lit_modules.nets import Outputs
 from lit_modules.objectives import Objective, Term
+from lit_modules.objectives.context import NO_STEP, StepContext
 from lit_modules.objectives.cross_entropy import ce_term
 from tests.bake_off_facts import header, student, teacher
-from tests.commands import Refusal, nets, results
+from tests.commands import Refusal, nets, results, run_of
 from tests.training import assert_same
 
 SMALL = [
@@ -36,11 +38,7 @@ RES = ["--students.res", "ResNet", "--students.res.depth", "8"]
 TWO = ["--students.small", "LightNN", *RES, "--only", "ce", "small-hint"]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("two") / "run"
-    kd.main([*SMALL, *TWO, "--out", str(out)])
-    return out
+two = run_of(kd, *SMALL, *TWO)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +92,10 @@ class Mutual(Objective):
         super().__init__()
         self.peers = peers
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor) -> dict[str, Term]:
-        found = [self.place.peers[peer].logits for peer in self.peers]
+    def forward(
+        self, student: Outputs, teacher: Outputs | None, labels: torch.Tensor, context: StepContext = NO_STEP
+    ) -> dict[str, Term]:
+        found = [context.peers[peer].logits for peer in self.peers]
         return {"mutual": Term((student.logits - sum(found)).square().mean(1), 1.0), "ce": ce_term(student, labels, 1)}
 
 

@@ -15,9 +15,9 @@ import torch
 from datamodules import Chat
 from experiments import kd
 from harness.reports import html
-from harness.reports.answers import _cell
 from harness.runs.nets import load_net
-from harness.studies.answers import judging_settings
+from harness.studies.text.answers import judging_settings
+from harness.studies.text.answers_section import _cell
 from tests.chats import write_lines
 from tests.commands import refused, results, start
 from tests.figures import drawn
@@ -141,7 +141,7 @@ def test_wrong_settings_are_refused(what: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_other_data_have_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", "Digits", "--generated_prompts", "3"]
-    refused(kd.main, flags, "--generated_prompts 3: expected it left out", "--data Chat", tmp_path, capsys)
+    refused(kd.main, flags, "--generated_prompts 3: expected texts, ", "--data Digits", tmp_path, capsys)
 
 
 def test_a_teachers_stored_score_is_not_that_of_another_function(

@@ -23,6 +23,7 @@ from experiments import kd as experiment
 from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.sources import flat
+from harness.studies.metrics import MetricClasses
 from lit_modules import nets, objectives
 from strategies.base.rendezvous import RankTimeoutError
 from strategies.exact.training import NotFiniteError
@@ -387,6 +388,16 @@ def test_resuming_takes_the_settings_from_the_folder(kd, run):
     assert (config.teacher.name, config.seeds, config.resume, config.out) == ("ResNet", [0, 1], True, str(run))
 
 
+@pytest.mark.parametrize(("labels", "drawn"), [("--data.labelled 20", "split"), ("--data Digits", "seed")])
+def test_a_run_from_before_an_option_resumes_as_it_was_made(kd, run, labels, drawn):
+    save(kd, parse(kd, f"{BEGUN} {labels}"), run / "config.yaml")
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    del settings["data"]["init_args"]["labelled_by"]
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    config = parse(kd, f"--out {run} --resume true --seeds 3")
+    assert config.data.init_args["labelled_by"] == drawn
+
+
 @pytest.mark.parametrize("line", [
     "--trainer.devices 3", "--trainer.strategy ddp", "--trainer.strategy ddp_fork --trainer.strategy.timeout 60",
     "--trainer.strategy deepspeed", "--trainer.accelerator cpu --trainer.logger false",
@@ -437,7 +448,7 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     kd9 = {"class_path": "Hinton", "temperature": 9}
     other.add_variants("variants", cli.Classes((objectives.Objective,), objectives), {"kd": kd9, "x": "Hint"})
     other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
-    other.add_choice("metric", cli.MetricClasses(), "f1", on_resume=cli.FREE)
+    other.add_choice("metric", MetricClasses(), "f1", on_resume=cli.FREE)
     other.add_trainer(max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     for settings in (one, same):  # null for names that are those of defaults now
@@ -460,7 +471,26 @@ def test_resuming_from_damaged_settings(kd, run):
     assert refused(kd, f"--out {run} --resume true").startswith(f"out {run / 'config.yaml'}: expected YAML")
 
 
+def test_resuming_a_run_with_options_that_are_gone(kd, run):
+    """Those that were off are dropped; of any other one line says which it is, and where."""
+    path = run / "config.yaml"
+    settings, expected = path.read_text(), parse(kd, f"--out {run} --resume true")
+    path.write_text(f"{settings}student_seconds: null\nswitch: false\n")
+    assert parse(kd, f"--out {run} --resume true") == expected
+    path.write_text(f"{settings}student_seconds: 2.0\n")
+    said = refused(kd, f"--out {run} --resume true")
+    assert said.startswith("student_seconds 2.0: expected a flag of kd.py")
+    assert said.endswith(f"(in {path})")
+
+
 # Errors
+
+
+def test_arguments_that_a_text_marks_are_flags_on_the_command_line() -> None:
+    """Those that there are: other libraries have their own words in backticks."""
+    text = "none beside `exact`, or `out FOLDER`; `drop_last`, `data.pack false`, `unset RANK`, ``seeds``"
+    flags = "none beside --exact, or --out FOLDER; `drop_last`, `data.pack false`, `unset RANK`, ``seeds``"
+    assert cli.as_flags(text, cli.Parser("kd.py")) == flags
 
 
 GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"

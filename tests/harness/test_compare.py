@@ -11,7 +11,7 @@ import pytest
 
 import datamodules
 from experiments.compare import main
-from harness.reports.combined import combine
+from harness.reports.combine import combine
 from harness.reports.results import Results
 from harness.reports.uncertainty import paired_interval
 from harness.runs.files import write_json
@@ -183,6 +183,27 @@ def test_another_root_is_another_image_folder(runs):
     assert any("data.root b, not a" in note for note in notes)
 
 
+def test_nets_and_tokens_are_known_by_content_wherever_they_lie(runs):
+    """Of a run whose teacher's folder has moved there is a verdict; of one whose teacher is another, none."""
+
+    def loaded(place, rope=1.0, content="aa"):
+        config = configured(data__tokenizer=place, teacher={"class_path": "x.Net", "init_args": {"name": place}})
+        origin = {"configuration": {"model": {"rope": rope}}, "content": content}
+        return {"config": config, "origins": {"teacher": origin}, "fingerprint": {"train": "same"}}
+
+    first, *others = (
+        runs("a", **loaded("a")), runs("moved", **loaded("b")), runs("rope", **loaded("a", 2.0)),
+        runs("weights", **loaded("a", content="bb")),
+    )  # fmt: skip
+    found, notes = rows(first, *others)
+    assert all(found[f"{name}/kd"]["delta"]["low"] is not None for name in ("moved", "rope", "weights"))
+    assert not any(note.startswith("moved ") for note in notes)
+    assert f"rope and a differ in settings: teacher: rope. {CONFOUNDED}" in notes
+    assert f"weights and a differ in settings: teacher: the hash of its content. {CONFOUNDED}" in notes
+    told = {one.setting: one.values for one in compare(load_runs([first, others[1]])).differences}
+    assert told["teacher: rope"] == {"a": "1.0", "rope": "2.0"}
+
+
 def differing(*folders):
     """What is printed below the notes and above the settings."""
     page = text(compare(load_runs(folders)))
@@ -253,7 +274,7 @@ trainer.precision  —        the others
 
 
 def test_equal_settings_are_told_so(runs):
-    same = "Settings are the same but for --out."
+    same = "Settings are the same but for the folder."
     assert differing(runs("t4"), runs("t8", config=configured(out="x", resume=True, data__seed=0.0))) == same
     assert same not in text(compare(load_runs(["t4"])))
 
@@ -463,7 +484,7 @@ def test_formats_on_other_data_have_no_difference(runs):
 
 MEASURES = {
     "kd": (results(), "a run of kd.py measured by accuracy", "accuracy"),
-    "gpt": (gpt([3.0]), "a run of gpt.py, or of kd.py with --data Text", "bits per character"),
+    "gpt": (gpt([3.0]), "a run of gpt.py, or of kd.py on texts", "bits per character"),
     "quantize": (quantized(), "a run of quantize.py", "accuracy"),
 }
 
@@ -575,7 +596,7 @@ def test_data_sets_say_which_options_choose_samples():
         assert "root" in getattr(datamodules, name).free_options
     for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
         assert "root" not in kind.free_options
-    training = {"batch_size", "augment", "transforms", "mixup", "cutmix", "labelled"}
+    training = {"batch_size", "augment", "transforms", "mixup", "cutmix", "labelled", "labelled_by"}
     training |= {"augment_repeats", "balanced", "class_weights"}
     assert datamodules.ImageFolder.training_options == training
 

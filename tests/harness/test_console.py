@@ -25,6 +25,7 @@ from harness.start import console
 from tests.bake_off_facts import results
 from tests.launching import ROOT, TINY, by_hand, free_port
 from tests.processes import Run
+from tests.terminal import on_terminal
 
 
 def test_characters_that_stdout_lacks_are_spelt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +118,33 @@ def test_a_terminal_that_is_gone_is_left(tmp_path: Path) -> None:
     Run(main, log=tmp_path / "log").check()
 
 
+def test_what_is_printed_to_a_stream_that_is_closed_goes_nowhere(tmp_path: Path) -> None:
+    def main() -> None:
+        os.close(1)
+        sys.stdout = None  # type: ignore[assignment]  # as Python has it after `>&-`
+        start.script()
+        print("to nobody")
+        os.write(1, b"by a library")
+        with (tmp_path / "file").open("w") as file:
+            assert file.fileno() > 2
+
+    assert Run(main, log=tmp_path / "log").check() == ""
+    assert (tmp_path / "file").read_text() == ""
+
+
 def test_an_interrupt_during_the_imports_is_quiet(tmp_path: Path) -> None:
     script = "from harness import start; start.script(); import os; os.kill(os.getpid(), 2); import time; time.sleep(9)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def prepare() -> None:
+    start.script()
+    start.loaded()
+
+
+def test_a_terminal_shows_at_once_that_imports_go_on() -> None:
+    assert on_terminal(prepare).lines == ["loading torch and Lightning"]
 
 
 def test_an_interrupt_that_a_shell_has_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models import mobilenet_v2
 
 from apprentice.batch import Batch
-from harness.studies import costs
+from harness.studies import costs, operations
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
@@ -20,7 +20,7 @@ from tests.training import SHAPE, assert_same, distillation, net, weights
 
 
 def counted(forward: Callable[..., Tensor], *inputs: Tensor) -> int | None:
-    return costs.flops(lambda: forward(*inputs).sum())
+    return operations.flops(lambda: forward(*inputs).sum())
 
 
 @pytest.mark.parametrize(("given", "sides"), [(True, 3), (False, 2)])
@@ -79,8 +79,8 @@ def test_recurrent_kernels_of_gpus_are_counted_by_their_shapes() -> None:
         torch.ops.aten._cudnn_rnn(x, weights, 4, None, h, h, 2, 11, 0, 1, False, 0.0, True, False, [], None)
         return one * 1
 
-    assert costs.flops(kernel) == 2 * (5 * 3) * 4 * 11 * (7 + 11)
-    backward = costs.FORMULAS[torch.ops.aten._cudnn_rnn_backward]
+    assert operations.flops(kernel) == 2 * (5 * 3) * 4 * 11 * (7 + 11)
+    backward = operations.FORMULAS[torch.ops.aten._cudnn_rnn_backward]
     assert backward(x.shape, [w.shape for w in weights], 4) == 2 * 2 * (5 * 3) * 4 * 11 * (7 + 11)
 
 
@@ -136,7 +136,7 @@ def images() -> Batch:
 )
 def test_a_step_begins_without_gradients(make: Callable[[], Any], run: str, batch: Callable[[], Batch]) -> None:
     module = make()
-    step = module.step_alone(run, batch())
+    step = module.timed_steps(run, batch())[0.0]
     for _ in range(2):
         parameters = parameters_of(loss := step())
         assert len(parameters) == len(module.parameter_groups()[run])
@@ -149,8 +149,8 @@ def test_a_student_that_has_stopped_is_measured_with_its_teacher() -> None:
     """The ranks have trained: in the process that measures, the fit of several ranks has not ended."""
     module = distillation(["hint"])
     module.failed["hint"] = {}
-    assert not module.uses_teacher
-    module.step_alone("hint", images())().backward()
+    assert not module.asked().teacher
+    module.timed_steps("hint", images())[0.0]().backward()
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.001, 11), (0.04, 8), (60, 2)])
@@ -172,5 +172,5 @@ def test_peers_of_a_measured_student_keep_their_running_statistics() -> None:
     students = {"one": (net(ResNet, depth=8), DML(["two"])), "two": (net(ResNet, 1, depth=8), DML(["one"]))}
     module = Distillation(net(), students, SHAPE)
     before = weights(module)
-    costs.flops(module.train().step_alone("one", images()))
+    operations.flops(module.train().timed_steps("one", images())[0.0])
     assert_same(weights(module), before)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from apprentice import extras
+from deploy import writers
+from deploy.int8 import EXTRA, builder
+from deploy.int8.graphs import quantizer
 from experiments import gpt, kd, quantize
 from harness.runs import records, safepoints
 from harness.runs.nets import save_net
 from harness.runs.safepoints import SafePoints
-from harness.studies import fits, language_model, side_by_side
-from harness.studies.deploy import builder, formats
-from lit_modules.quantization import EXTRA
-from lit_modules.quantization.graphs import quantizer
+from harness.studies import fits, side_by_side
 from tests.commands import curves, kill_at, start
 from tests.experiments.test_gpt_experiment import NET
 from tests.harness.test_resume import SMALL
@@ -81,7 +81,7 @@ def test_kd_killed_ten_times(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt_killed_ten_times(tmp_path: Path) -> None:
-    kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (language_model, "write_text", 1, False)]
+    kills = [batch(2), *[batch(6)] * 6, TRAINED, NOT_RECORDED, (side_by_side, "save_results", 1, False)]
     flags = [*NET, *EVERY, "--data.path", str(written(tmp_path)), "--data.block_size", "16", "--data.batch_size", "13"]
     flags += ["--trainer.max_steps", "24", "--trainer.val_check_interval", "4", "--trainer.log_every_n_steps", "1"]
     assert_unharmed(gpt, flags, kills, tmp_path)
@@ -91,7 +91,7 @@ def test_gpt_killed_ten_times(tmp_path: Path) -> None:
 def imported_once() -> None:
     """Spares each session the seconds that its extras take to be imported."""
     extras.need(*EXTRA)
-    extras.need(*formats.EXTRA)
+    extras.need(*writers.EXTRA)
     quantizer(training=True)
 
 

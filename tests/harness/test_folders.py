@@ -12,11 +12,12 @@ import torch
 
 from apprentice.errors import BadInput
 from experiments import kd
+from harness import cli
 from harness.reports.hparams import log_run
 from harness.runs import folders
-from harness.runs.files import atomic, list_recorded, write_text
+from harness.runs.files import atomic, atomic_folder, check_output, list_recorded, write_text
 from harness.runs.tensorboard import RunsLogger
-from tests.commands import Refusal
+from tests.commands import Refusal, run_of
 from tests.processes import Run
 
 TINY = [
@@ -52,7 +53,7 @@ def test_overwriting_deletes_what_was_recorded_and_nothing_else(tmp_path: Path) 
     for name in mine:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).touch()
-    with pytest.raises(BadInput, match=r"this one holds config.yaml; or --resume true, --overwrite true"):
+    with pytest.raises(BadInput, match=r"this one holds config.yaml; or `resume true`, `overwrite true`"):
         run(out)
     with folders.open_folder(out, overwrite=True):
         assert files(out) == mine
@@ -127,11 +128,7 @@ def test_a_record_deletes_nothing_outside_of_its_folder(line: str, tmp_path: Pat
     assert mine.exists()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("run") / "kd"
-    kd.main([*TINY, "--out", str(out)])
-    return out
+finished = run_of(kd, *TINY)
 
 
 @pytest.mark.parametrize("name", ["seed0/teacher/weights.pt", "seed{seed}/teacher/weights.pt"])
@@ -200,6 +197,62 @@ def test_a_seeds_folder_that_can_not_be_one_is_found_before_training(make: Any, 
     make(tmp_path / "other")
     with pytest.raises(BadInput, match=r"a folder that can be written \(this is a "):
         folders.open_folder(tmp_path / "other").__enter__()
+
+
+@pytest.mark.parametrize("name", ["report.html", "data.json", "split.csv"])
+def test_a_file_of_the_user_s_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(BadInput, match=f"expected a new folder, as this one holds {name}"):
+        folders.open_folder(tmp_path).__enter__()
+    with pytest.raises(BadInput, match=f"{name} is in no record"):
+        folders.open_folder(tmp_path, overwrite=True).__enter__()
+    assert files(tmp_path) == {name}
+
+
+def test_a_command_replaces_files_of_its_own_kind_alone(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("head and more")
+    (tmp_path / "other").write_text("hea")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    for name in ("new", "a/new", "own"):
+        check_output(tmp_path / name, "head", "one of ours")
+    for name, expected in {
+        "other": "a new file, or one of ours, which is replaced; this is another",
+        "link": "a new file, or one of ours, which is replaced; this is another",
+        ".": "a file; this is a folder",
+        "other/new": "a file in a folder that can be written",
+        f"{'x' * 300}/new": "a file in a folder that can be written",
+    }.items():
+        with pytest.raises(BadInput, match=f": expected {expected}$"):
+            check_output(tmp_path / name, "head", "one of ours")
+    assert files(tmp_path) == {"own", "other", "link"}
+
+
+def test_files_of_a_folder_get_their_names_together(tmp_path: Path) -> None:
+    def write(text: str) -> None:
+        with atomic_folder(tmp_path / "out") as unfinished:
+            for name in ("a", "b"):
+                (unfinished / name).write_text(text)
+            if text == "bad":
+                raise ValueError(text)
+
+    (tmp_path / "out" / ".unfinished-killed").mkdir(parents=True)  # of a process that was killed
+    write("good")
+    with pytest.raises(ValueError, match="bad"):
+        write("bad")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"a": "good", "b": "good"}
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOSPC, "No space left on device"),
+    RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+], ids=["write", "torch.save"])  # fmt: skip
+def test_a_file_for_which_there_is_no_space_is_named(error: Exception, tmp_path: Path, refusal: Refusal) -> None:
+    def main(_: Any) -> None:
+        with cli.one_line_errors(), atomic(tmp_path / "file"):
+            raise error
+
+    what = "" if isinstance(error, OSError) else ", or it can't be written"
+    assert refusal(main) == f"no space left on the disk{what}: {tmp_path / 'file'}; what was finished is kept"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from harness.runs import records
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import Session
 from harness.studies import fits, side_by_side
-from tests.commands import Refusal, curves, kill_at, lasting, nets, results, start
+from tests.commands import Refusal, curves, kill_at, lasting, nets, results, run_of, start
 from tests.grids import mostly_slow
 from tests.language import written
 from tests.training import assert_same
@@ -38,20 +38,10 @@ def grown(out: Path, *flags: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that grows: a seed, two students, two epochs."""
-    out = tmp_path_factory.mktemp("begun") / "run"
-    kd.main([*SMALL, *SEEDS, *ONLY, *EPOCHS, "--out", str(out)])
-    return out
+begun = run_of(kd, *SMALL, *SEEDS, *ONLY, *EPOCHS)  # the run that grows: a seed, two students, two epochs
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Started with all seeds and students, for two epochs."""
-    out = tmp_path_factory.mktemp("wide") / "run"
-    kd.main([*SMALL, *MORE_SEEDS, *NEW, *EPOCHS, "--out", str(out)])
-    return out
+wide = run_of(kd, *SMALL, *MORE_SEEDS, *NEW, *EPOCHS)  # started with all seeds and students, for two epochs
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +214,7 @@ class Fading(Callback):
 
 
 CAUTIOUS = {
-    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "--trainer.callbacks may depend on"),
+    "callbacks": ([*EPOCHS, "--trainer.callbacks", f"{__name__}.Fading"], "callbacks may depend on"),
     "one epoch": (["--trainer.max_epochs", "1"], "outputs are stored from two epochs on"),
 }
 

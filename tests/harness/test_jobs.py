@@ -15,16 +15,15 @@ from filelock import FileLock, Timeout
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.jobs import queue
-from harness.jobs.base import Launcher, Needs, Outcome, Running, Start
+from harness.jobs import base, fits
+from harness.jobs.base import Engine, Job, Needs, Outcome, Running, Start
 from harness.jobs.command import Command
-from harness.jobs.queue import Job, Queue
+from harness.jobs.fits import _check_device, divide
 from harness.jobs.ray import Ray
 from harness.jobs.slurm import Slurm
 from harness.runs import files, signals
 from harness.runs.plans import Arm, FitPlan
-from harness.studies import launched
-from harness.studies.launched import VARIABLE, _check_device, divide, without_jobs
+from harness.studies.launcher import VARIABLE, without_jobs
 from tests import forked_jobs, waiting
 from tests.commands import Refusal, curves, lasting, left_by_overwriting, results, start
 from tests.launching import TINY, faults, until
@@ -77,13 +76,13 @@ def check(run: Run, out: Path, code: int = 0) -> str:
     return run.output
 
 
-# The queue
+# Jobs of an engine
 
 
 class Played:
     """A job that runs for some turns and ends with each of these codes in turn."""
 
-    def __init__(self, engine: "Engine", name: str, code: int) -> None:
+    def __init__(self, engine: "Stage", name: str, code: int) -> None:
         self.engine, self.name, self.code, self.turns = engine, name, code, 2
 
     def poll(self) -> Outcome | None:
@@ -97,7 +96,7 @@ class Played:
         self.engine.story.append(f"{self.name} cancelled")
 
 
-class Engine(Launcher):
+class Stage(Engine):
     """Plays jobs, whose exit codes are given by name; others end with 0."""
 
     def __init__(self, codes: dict[str, list[int]], **options: Any) -> None:
@@ -113,18 +112,18 @@ class Engine(Launcher):
         yield begin
 
 
-def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Engine, *jobs: str) -> list[str]:
-    monkeypatch.setattr(queue, "POLLING", 0.0)
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Stage, *jobs: str) -> list[str]:
+    monkeypatch.setattr(base, "POLLING", 0.0)
     commands = [name.partition("<") for name in jobs]
     waiting = [Job(name, Command((), "", str(tmp_path / f"{name}.log")), after or None) for name, _, after in commands]
-    Queue(engine, waiting).run(tmp_path, Needs(1))
+    engine.run_jobs(waiting, tmp_path, Needs(1))
     return engine.story
 
 
 def test_jobs_run_as_many_at_a_time_as_there_is_room_and_after_those_that_they_wait_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    story = play(monkeypatch, tmp_path, Engine({}, jobs=2), "a", "b<a", "c<a", "d")
+    story = play(monkeypatch, tmp_path, Stage({}, jobs=2), "a", "b<a", "c<a", "d")
     assert story == [
         "a starts", "d starts", "a 0", "d 0", "b starts", "c starts", "b 0", "c 0",
     ]  # fmt: skip
@@ -135,12 +134,12 @@ def test_a_killed_job_starts_again_and_a_failed_one_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "b.log").write_text("...\nerror: --optimizer.lr 1e9: expected less\n")
-    engine = Engine({"a": [-9, 143], "b": [2]}, jobs=1)
+    engine = Stage({"a": [-9, 143], "b": [2]}, jobs=1)
     with pytest.raises(ChildProcessError) as error:
         play(monkeypatch, tmp_path, engine, "a", "b", "c<b", "d")
     starts = [line for line in engine.story if "starts" in line]
     assert starts == ["a starts", "a starts", "a starts", "b starts", "d starts"]
-    said = f"job b: --optimizer.lr 1e9: expected less (log: {tmp_path}/b.log); {queue.GOES_ON}"
+    said = f"job b: --optimizer.lr 1e9: expected less (log: {tmp_path}/b.log); {base.GOES_ON}"
     assert str(error.value) == said
     told = capsys.readouterr()
     assert "job a: lost (signal 9); it goes on, 1 of 2 retries" in told.out
@@ -149,18 +148,18 @@ def test_a_killed_job_starts_again_and_a_failed_one_does_not(
 
 def test_a_job_that_is_killed_too_often_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=r"^job a: signal 9 \(log: .*a.log\); what has ended is kept"):
-        play(monkeypatch, tmp_path, Engine({"a": [-9, -9]}, retries=1), "a")
+        play(monkeypatch, tmp_path, Stage({"a": [-9, -9]}, retries=1), "a")
 
 
 def test_an_error_of_an_engine_cancels_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engine = Engine({"b": ["not a code"]}, jobs=2)  # type: ignore[list-item]
+    engine = Stage({"b": ["not a code"]}, jobs=2)  # type: ignore[list-item]
     with pytest.raises(TypeError):
         play(monkeypatch, tmp_path, engine, "b", "a")
     assert "a cancelled" in engine.story
 
 
 def test_no_job_starts_after_a_stop_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Slow(Engine):
+    class Slow(Stage):
         @contextmanager
         def open(self, folder: Path, needs: Needs) -> Iterator[Start]:
             with super().open(folder, needs) as start:
@@ -205,7 +204,7 @@ def test_a_fit_in_this_process_waits_for_the_seed_s_jobs_and_they_for_it(tmp_pat
         running.release(force=True)
 
     with FileLock(other), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "notice", lambda _: end())
+        patch.setattr(fits, "notice", lambda _: end())
         with without_jobs(session, FitPlan(1, "students", ())):
             order.append("the fit begins")
             for path in (job, later):
@@ -380,4 +379,4 @@ def test_a_failed_job_is_named_with_its_log(tmp_path: Path) -> None:
     for seed in range(2):
         assert f"with seed {seed} its " in line
         assert f"(log: {out}/jobs/seed{seed}.log)" in line
-    assert line.endswith(queue.GOES_ON)
+    assert line.endswith("what has ended is kept, and --resume true goes on")

@@ -1,6 +1,5 @@
 """What net.yaml says of a net, files without it, and weights under the names of the plain net."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from torchvision import models
 from apprentice.errors import BadInput
 from datamodules import Digits, LabelledText
 from datamodules.preparation import Preparation
-from harness.runs.facts import NetFacts
 from harness.runs.nets import load_net, read_classes, read_facts, read_spec, save_net, spec
-from harness.studies.deploy import formats
 from lit_modules.nets import LightNN, Net, Timm, Torchvision
 from lit_modules.nets.weights import load_weights
 from tests.net_facts import facts
@@ -97,29 +94,6 @@ def test_weights_load_into_the_plain_net_and_into_ours_whatever_their_names(libr
     assert_same(again.state_dict(), ours.state_dict())
     torch.save(ours.state_dict(), tmp_path / "weights.pt")  # as older versions did
     assert_same(load_net(tmp_path).state_dict(), ours.state_dict())
-
-
-@pytest.mark.extras
-def test_exported_files_carry_the_facts(tmp_path: Path) -> None:
-    import onnxruntime
-    from safetensors import safe_open
-
-    plain, images, known = net(LightNN).eval(), torch.zeros(2, *SHAPE), facts(classes=tuple("è123456789"))
-    formats.write_weights(plain, tmp_path, known)
-    formats.write_program(plain, images, tmp_path, known)
-    formats.write_onnx(plain, images, tmp_path, known)
-    expected = known.metadata()
-    with safe_open(tmp_path / formats.WEIGHTS, "pt") as file:
-        assert file.metadata() == expected
-    session = onnxruntime.InferenceSession(tmp_path / formats.ONNX)
-    assert session.get_modelmeta().custom_metadata_map == expected
-    files = {formats.METADATA: ""}
-    torch.export.load(tmp_path / formats.PROGRAM, extra_files=files)
-    values = json.loads(files[formats.METADATA])
-    assert values == known.values()
-    assert (values["input_shape"], values["input_mean"], values["task"]) == ([1, 8, 8], [0.3], "classification")
-    assert json.loads(expected["classes"])[0] == "è"
-    assert NetFacts.read(known.to_plain()) == known
 
 
 def test_the_page_loads_weights_into_torchvisions_own_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from datamodules import ImageFolder, fingerprints
 from experiments import compare, kd, quantize
 from harness.runs import folders
 from harness.runs.files import write_json
-from tests.commands import Refusal, results
+from harness.runs.folders import check_samples
+from tests.commands import Refusal, bad_input, results
 from tests.datamodules.test_image_folder import picture
 
 FLAGS = [
@@ -70,6 +71,23 @@ def test_other_data_are_refused(folder: Path, more: str, refusal: Refusal) -> No
         "train (18 then, 19 now), validation (2 then and now), test (8 then and now): take another --out"
     )
     assert files(folder / "run") == before
+
+
+def test_samples_of_a_drawn_split_are_named(tmp_path: Path) -> None:
+    """Where split.csv has the names, the message says which are new or gone, and else that the content is another."""
+    (tmp_path / "split.csv").write_text("split,path,label\ntrain,a/1.png,a\ntrain,a/2.png,a\ntest,b/3.png,b\n")
+    write_json(tmp_path / "data.json", {"name": "X", "samples": {"train": 2}, "fingerprint": {"train": "old"}})
+    now = {"name": "X", "samples": {"train": 2}, "fingerprint": {"train": "new"}}
+    same = [("train", "a/1.png", "a"), ("train", "a/2.png", "a"), ("test", "b/3.png", "b")]
+    started = (
+        f"data X: expected the samples with which the run in {tmp_path} began; others are in train (2 then and now)"
+    )
+    line = bad_input(check_samples, tmp_path, now, listed=same)
+    assert line == f"{started}; of the names in split.csv, whose content is another: take another `out`"
+    other = [*same[1:], *(("train", f"a/{number}.png", "a") for number in (4, 5, 6, 7))]
+    line = bad_input(check_samples, tmp_path, now, listed=other)
+    named = "gone are a/1.png of train; new are a/4.png of train, a/5.png of train, a/6.png of train and 1 more"
+    assert line == f"{started}; {named}: take another `out`"
 
 
 def test_other_times_of_a_large_set_are_told(

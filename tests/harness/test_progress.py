@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
 from experiments import kd
@@ -18,7 +18,7 @@ from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
 from tests.processes import Run
 from tests.terminal import on_terminal
-from tests.training import classifier, digits, fit
+from tests.training import classifier, digits, distillation, fit
 
 SMALL = ["--data", "Digits", "--seeds", "1", "--trainer.max_epochs", "3"]
 
@@ -38,10 +38,10 @@ def test_the_screen_of_a_run(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"\w+ +\d\.\d{4} +0\.\d{4}", line) for line in full[top + 3 : top + 7])
     assert not any(full[top + 7 :])
     piped = Run(kd.main, [*SMALL, "--out", str(tmp_path / "piped")], log=tmp_path / "log").check().splitlines()
-    epochs = [without_seconds(line) for line in piped if line.startswith("seed")]
+    epochs = [without_seconds(line) for line in piped if line.startswith("seed ")]
     assert len(epochs) == 6
     assert re.fullmatch(r"kd: data Digits, .*", full[0])
-    finished = [line for line in full[:top] if line.startswith("seed")]
+    finished = [line for line in full[:top] if line.startswith("seed ")]
     assert len(finished) in {5, 6}  # the display is still there when the last epoch's line is printed
     assert [*map(without_seconds, finished)] == epochs[: len(finished)]
     # In the end the display is gone: from the first epoch to the table the lines are those of a pipe.
@@ -56,7 +56,7 @@ def between(lines: list[str]) -> list[str]:
 
 
 def without_seconds(line: str) -> str:
-    assert not line.startswith("seed") or re.search(r"  \d+\.\d s  ", line)
+    assert not line.startswith("seed ") or re.search(r"  \d+\.\d s  ", line)
     return re.sub(r"  \d+\.\d s  ", "  # s  ", line)
 
 
@@ -92,7 +92,7 @@ def test_an_epochs_line_without_validation_has_its_mean(every: int, capsys: pyte
     data, module = digits(batch_size=37), classifier()
     fit(module, data, callbacks=[Lines("x")], max_epochs=3, log_every_n_steps=every)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("x  epoch")]
-    expected = [f"train/acc {epoch['train/acc']:.4f}" for epoch in module.epochs]  # type: ignore[union-attr, index]
+    expected = [f"train/acc {epoch['train/acc']:.4f}" for epoch in module.training_log.epochs]  # type: ignore[union-attr, index]
     assert [line.rpartition("  ")[2] for line in lines] == expected
     assert len(expected) == 3
 
@@ -158,11 +158,29 @@ def test_no_batch_passes_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         trainer.test(trainer.lightning_module, data, verbose=False)
     lines = [re.sub(r"\d\.\d+", "X", line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "label  epoch 1/1  batch 1/1  loss X",
-        "label  epoch 1/1  validation batch 1/1  loss X",
+        "label  epoch 1/1  batch 1/1  train/loss X",
+        "label  epoch 1/1  validation batch 1/1  train/loss X",
         "label  epoch 1/1  X s  val/acc X",
         "label  test  test batch 1/1",
     ]
+
+
+def test_a_line_within_an_epoch_has_each_runs_mean_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE", -1)
+    students, means = distillation(["ce", "kd"]), list[str]()
+
+    class Means(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            found = pl_module.training_log.epoch_means()
+            means.append("  ".join(f"{run} {found[f'{run}/loss']:.4f}" for run in ("ce", "kd")))
+
+    fit(students, digits(), callbacks=[Lines("x"), Means()], max_epochs=2, log_every_n_steps=50)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  batch " in line]
+    expected = [f"x  epoch {i // 3 + 1}/2  batch {i % 3 + 1}/3  train/loss {mean}" for i, mean in enumerate(means)]
+    assert lines == expected
+    assert len({*means}) == 6
 
 
 def test_steps_are_counted_where_epochs_are_not(

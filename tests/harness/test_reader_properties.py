@@ -23,7 +23,7 @@ from harness.cli.messages import one_line_errors
 from harness.runs import files, folders, safepoints
 from harness.runs.nets import load_net, save_net, spec
 from harness.runs.records import FORMAT, FitRecord
-from harness.studies.language_model import read_vocabulary
+from harness.studies.text.vocabularies import read_vocabulary
 from lit_modules.nets import LightNN
 from lit_modules.nets.weights import load_weights
 from tests.bake_off_facts import results as bake_off

@@ -15,17 +15,22 @@ import numpy as np
 import pytest
 
 from apprentice.errors import BadInput
-from harness.reports.combined import combine
-from harness.reports.interactive import save_results
+from harness.reports import samples
+from harness.reports.bakeoff.notes import notes, one_class
+from harness.reports.bakeoff.plots import picture
+from harness.reports.bakeoff.save import save_results
+from harness.reports.bakeoff.table import table
+from harness.reports.bakeoff.texts import markdown, text
+from harness.reports.combine import combine
+from harness.reports.conclusions import conclude
 from harness.reports.measures import COST
-from harness.reports.notes import notes
-from harness.reports.pages import markdown, picture, table, text
 from harness.reports.results import Results, load_results
 from harness.reports.settings import settings
 from harness.reports.tables import Table, join_words, short
-from harness.reports.uncertainty import ACCURACY, conclude, lead_by_chance, paired_interval, t_interval
+from harness.reports.uncertainty import lead_by_chance, paired_interval, t_interval
 from harness.runs.files import atomic, write_bytes, write_json, write_text
 from harness.runs.records import FORMAT
+from lit_modules.tasks import ACCURACY
 from tests.bake_off_facts import CE, FAILED, HINT, KD, TEST, header, results, student, teacher
 from tests.grids import mostly_slow
 
@@ -170,7 +175,7 @@ def test_it_is_said_after_how_many_epochs_a_limit_of_time_ended_nets():
     assert found.students["ce"].trained_epochs == [3.25, 4, 10]
     assert found.teacher.trained_epochs == [20, 7.125, 20]
     said = (
-        "Training ended early (by --early_stopping, --student_seconds, --trainer.max_time or max_steps, or a "
+        "Training ended early (by early_stopping, the Trainer's max_time or max_steps, or a "
         "callback), seed by seed: teacher after 20, 7.125 and 20 of 20 epochs; ce and kd after 3.25, 4 and 10 of 10 "
         "epochs."
     )
@@ -211,6 +216,20 @@ def test_failures_are_said_in_words():
     assert "kd *" in page
     assert "it has no figures" in page
     assert "* hint: the loss stopped being finite with seed 0 (term kl, step 120); its figures are over" in page
+
+
+def test_nets_that_predict_one_class_are_named():
+    truth, one = samples.pack_classes(np.arange(TEST) % 10), samples.pack_classes(np.full(TEST, 3))
+    found, several = results(), samples.pack_classes(np.arange(TEST) % 7)
+    predicted = {"ce": [one] * 3, "kd": [several, one, one], "hint": [several] * 3}
+    students = {n: replace(of, samples={"test_predicted": predicted[n]}) for n, of in found.students.items()}
+    found = replace(found, students=students, teacher=replace(found.teacher, sampled={"test_labels": truth}))
+    (said,) = one_class(found)
+    assert said == (
+        "One class predicted for all test samples: ce with every seed; kd with seed 1 and seed 2; their accuracy is "
+        "that class's share of the test, and compares no methods."
+    )
+    assert one_class(replace(found, students={"hint": students["hint"]})) == []
 
 
 def test_one_seed_makes_no_claim():
@@ -292,11 +311,11 @@ def test_picture_is_drawn(case):
 @pytest.mark.slow
 def test_importing_and_drawing_leave_matplotlib_alone():
     script = """if True:
-        import harness.reports.figures, harness.reports.pages
+        import harness.reports.figures, harness.reports.bakeoff.page
         import matplotlib
         names = set(matplotlib.rcParams) - {"backend"}  # reading which would load pyplot
         before = {name: matplotlib.rcParams[name] for name in names}
-        from harness.reports.figures import Dot, metric_picture
+        from harness.reports.charts import Dot, metric_picture
         metric_picture([Dot("ce", [0.9, 0.8], 1.0, 0)], "cost")
         assert {name: matplotlib.rcParams[name] for name in names} == before
     """

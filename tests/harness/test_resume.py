@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from harness.reports import interactive
+from harness.reports.bakeoff import save
 from harness.runs import records, safepoints
 from harness.runs.folders import new_folder
 from harness.runs.plans import Arm, FitPlan
@@ -89,7 +89,7 @@ MOMENTS = {
     "students, between a checkpoint's write and its rename": (Path, "replace", 5, False),
     "students, one of two exported": (fits, "save_net", 1, True),
     "everything but the results": (side_by_side, "save_results", 1, False),
-    "in the middle of the results": (interactive, "write_json", 1, False),
+    "in the middle of the results": (save, "write_json", 1, False),
 }
 
 
@@ -247,7 +247,7 @@ def fitted(make: Callable[..., DataParallel], rank: int, path: Path) -> None:
     )
     module = classifier()
     found = fits.fit_and_test(run, FitPlan(0, "run", (Arm("run", "net"),)), module)
-    facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.samples}
+    facts = {"scores": found.scores, "seconds": found.seconds, "samples": module.training_log.samples}
     save({"weights": weights(module), "facts": facts}, path / str(rank))
 
 

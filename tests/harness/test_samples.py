@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.reports import samples
-from harness.reports.combined import combine_student
+from harness.reports.combine import combine_student
 from harness.reports.results import Results
 from harness.reports.uncertainty import crossed_interval
 from harness.runs.records import Failure, NetRecord

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from deploy.net_path import teachers_beside
 from experiments import compare, kd
-from harness.runs.nets import load_net, read_facts, teachers_beside
+from harness.runs.nets import load_net, read_facts
 from lit_modules.nets import Ensemble
 from tests import forked_jobs
 from tests.commands import nets, results, start
@@ -121,7 +122,7 @@ def test_a_method_of_several_nets(tmp_path: Path) -> None:
         (["--taught_by", "kd"], "--taught_by kd: expected a name after it, as --taught_by.NAME VALUE"),
         ([*BIG[:2], "--taught_by.ce", "big"], "--taught_by.ce teacher-big: expected a method that asks a teacher; Cro"),
         ([*BIG[:2], "--taught_by.kd.big", "0"], "--taught_by.kd.big 0: expected a weight above 0, or the name of one"),
-        ([*BIG[:2], "--taught_by.kd", "big", "--tune", "2"], "--taught_by.kd big: expected no --tune beside it"),
+        ([*BIG[:2], "--taught_by.kd", "big", "--tune", "2"], "--taught_by.kd big: not allowed with --tune"),
         (
             [*BIG[:2], "--taught_by.kd", "{teacher: 1, big: 1}", "--trainer.strategy", "pipeline", "--only", "kd"],
             "--taught_by.kd 0.5 teacher and 0.5 teacher-big: expected one teacher under a pipeline",
@@ -142,7 +143,7 @@ def test_wrong_teachers_are_refused_in_one_line(flags: list[str], line: str, ref
 
 
 def test_predictions_are_beside_the_teachers_of_the_student(several: Path) -> None:
-    from harness.studies.predict import _load
+    from deploy.predict import _load
 
     _, loaded = _load(str(several / "seed0" / "mix"), with_teacher=True)
     images = torch.rand(3, 1, 8, 8)

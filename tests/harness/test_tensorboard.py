@@ -15,6 +15,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from experiments import gpt, kd
 from harness.runs.tensorboard import BANDS, RunsLogger, confusion_figure
+from tests.commands import run_of
 from tests.grids import mostly_slow
 from tests.training import assert_same
 
@@ -27,11 +28,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tensorboard") / "run"
-    kd.main([*QUICK, "--seeds", "2", "--out", str(folder)])
-    return folder
+out = run_of(kd, *QUICK, "--seeds", "2")
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -69,7 +66,13 @@ def test_charts_survive_a_stop_before_the_first_value(tmp_path: Path) -> None:
 
 def test_the_same_tags_for_teacher_and_students(out: Path) -> None:
     common = {"train/loss", "train/acc", "train/loss_epoch", "train/acc_epoch", "val/loss", "val/acc", "test/loss"}
-    common |= {"test/acc", "test/correct", "cost/parameters", "cost/train_flops", "cost/step_ms"}
+    common |= {
+        "test/acc",
+        "test/correct",
+        "training_cost/parameters",
+        "training_cost/train_flops",
+        "training_cost/step_ms",
+    }
     common |= {f"test_class_acc/{i}" for i in range(10)}
     runs = {name: events(out / "seed0" / name) for name in NETS}
     for name, run in runs.items():
@@ -86,7 +89,7 @@ def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) ->
     results = json.loads((out / "results.json").read_text())
     for name in NETS:
         folder = out / "seed1" / name
-        costs = ["cost/parameters", "cost/step_ms", "cost/train_flops"]
+        costs = ["training_cost/parameters", "training_cost/step_ms", "training_cost/train_flops"]
         assert shown(folder) == ["acc", "net", "objective", "seed", "training", "test/loss", *costs]
         row = hparams(folder, "session_start_info").hparams
         facts = results["teacher"] if name == "teacher" else results["students"][name]
@@ -98,11 +101,26 @@ def test_the_score_comes_first_then_what_differs_and_the_cost_last(out: Path) ->
         assert (row["lr"].number_value, row["epochs"].number_value, row["batch_size"].number_value) == (0.001, 2, 128)
         run = events(folder)
         assert "_hparams_/session_end_info" in run.summary_metadata
-        told = {"test/acc": facts["test_acc"][1]} | {f"cost/{key}": facts[key] for key in ("parameters", "train_flops")}
+        told = {"test/acc": facts["test_acc"][1]} | {
+            f"training_cost/{key}": facts[key] for key in ("parameters", "train_flops")
+        }
         assert {tag: run.Scalars(tag)[-1].value for tag in told} == pytest.approx(told, rel=1e-6)
     options = "temperature=4, kd_weight=0.25, ce_weight=0.75, standardize=False, teacher_entropy=False"
     assert row["objective"].string_value == f"Hinton({options})"
     assert (row["temperature"].number_value, row["kd_weight"].number_value) == (4, 0.25)
+
+
+def test_the_first_charts_are_of_the_validation_and_costs_are_behind_all_curves_of_training(out: Path) -> None:
+    tags = {name: {*events(out / "seed0" / name).Tags()["scalars"]} for name in NETS}
+    groups = sorted({tag.split("/")[0] for of_net in tags.values() for tag in of_net})  # as TIME SERIES has them
+    assert groups == ["compare", "test", "test_class_acc", "train", "training_cost", "val"]
+    for name in NETS:
+        run = events(out / "seed0" / name)
+        assert {tag for tag in tags[name] if tag.startswith("compare/")} == {"compare/val/acc", "compare/val/loss"}
+        for tag in ("val/acc", "val/loss"):
+            first, second = ([(e.step, e.value) for e in run.Scalars(shown)] for shown in (tag, f"compare/{tag}"))
+            assert first == second
+    assert "compare/val/acc" in events(out / "mean" / "kd").Tags()["scalars"]
 
 
 def test_a_run_that_goes_on_within_the_second_is_read_in_order(tmp_path: Path) -> None:
@@ -205,3 +223,14 @@ def test_ten_classes_fill_the_width_at_which_pictures_are_shown(classes: int, le
         cell = math.hypot(x - x0, y - y0) / 2**0.5
         assert all(box.width < 1.1 * cell for box in boxes)
         assert all(box.height > 7 for box in boxes)
+
+
+@pytest.mark.drawn
+def test_classes_whose_names_no_font_has_are_numbered_and_it_says_so() -> None:
+    figure = confusion_figure(torch.eye(2, dtype=torch.int64), ["\U00013000", "b"])
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "1"]
+    assert figure.axes[0].get_title() == "classes by number: no font on this machine has their names"
+    figure = confusion_figure(torch.eye(2, dtype=torch.int64), ["\u20dd", "b"])  # STIX has it, Matplotlib's own has not
+    label = figure.axes[0].get_xticklabels()[0]
+    assert (label.get_text(), label.get_fontfamily()[0], len(label.get_fontfamily())) == ("\u20dd", "DejaVu Sans", 2)
+    assert figure.axes[0].get_title() == ""

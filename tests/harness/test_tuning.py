@@ -14,14 +14,15 @@ from torch import Tensor
 from datamodules import Digits, InMemoryData, Text
 from datamodules.splits import Split
 from experiments import kd
-from harness.reports import tuning as reports
+from harness.reports.bakeoff import tuning as reports
 from harness.runs import records, safepoints
 from harness.runs.plans import FitPlan
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import session
-from harness.studies import bakeoff, side_by_side, tuning
+from harness.studies import bakeoff, side_by_side
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
+from harness.studies.tuning import halving as tuning
 from tests.commands import Refusal, kill_at, lasting, nets, results, start
 from tests.grids import mostly_slow
 from tests.language import written

@@ -12,7 +12,8 @@ import torch
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.runs.session import Session
-from harness.studies.tuning import Tuning, best_trials, rung_ends, spaces, waves
+from harness.studies.tuning import spaces, waves
+from harness.studies.tuning.halving import Tuning, best_trials, rung_ends
 from lit_modules.objectives.search import Choice, Linear, Log
 from lit_modules.tasks import ACCURACY, BITS
 

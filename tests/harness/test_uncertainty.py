@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from harness.reports import differences, figures, pages
+from harness.reports import charts
+from harness.reports.bakeoff import differences, plots
 from harness.reports.uncertainty import (
     corrected_intervals,
     crossed_interval,
@@ -160,7 +161,7 @@ def test_results_and_page_have_single_and_corrected_intervals():
     corrected = corrected_intervals({name: (np.subtract(of, CE) / TEST).tolist() for name, of in OTHERS.items()})
     for name, interval in corrected.items():
         assert found.students[name].delta_vs_ce_corrected == pytest.approx(interval, abs=1e-12)
-        row = next(row for row in differences.rows(found) if row.name == name)
+        row = next(row for row in differences.baseline_differences(found) if row.name == name)
         assert (row.single, row.corrected) == (found.students[name].delta_vs_ce, row.corrected)
         assert found.metric.difference(interval) in differences.section(found)[1]
     assert found.students["ce"].delta_vs_ce_corrected is None
@@ -169,9 +170,9 @@ def test_results_and_page_have_single_and_corrected_intervals():
 @pytest.mark.drawn
 def test_the_picture_draws_the_differences_of_the_sentence(monkeypatch):
     drawn = []
-    monkeypatch.setattr(figures, "_differences", lambda axes, dots, compared, label: drawn.append((compared, label)))
+    monkeypatch.setattr(charts, "draw_differences", lambda axes, dots, compared, label: drawn.append((compared, label)))
     found = results()
-    pages.picture(found)
+    plots.picture(found)
     pairs = {name: (of.delta_vs_ce, of.delta_vs_ce_corrected) for name, of in found.students.items() if name in OTHERS}
     ((compared, label),) = drawn
     assert {name: compared[name] for name in pairs} == pairs

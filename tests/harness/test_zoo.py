@@ -18,7 +18,7 @@ from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet, ViT
 from lit_modules.objectives import Hint, Hinton, Objective
-from lit_modules.teacher import describe_sizes
+from lit_modules.training.teacher import describe_sizes
 from strategies import DDP, FSDP, ZeRO1
 from tests.grids import mostly_slow
 from tests.language import OF_TEXTS, OF_VITS
@@ -155,8 +155,8 @@ def test_a_condensed_feature_belongs_to_its_student() -> None:
 
     students = {"whole": (net(), Hint()), "halved": (net(), Half())}
     kept = Distillation(net(DeepNN, seed=1), students, input_shape=SHAPE)
-    stored = kept._ask_teacher(torch.zeros(4096, *SHAPE))
-    assert describe_sizes(stored, kept._objectives) == "3.2 MiB; 2.0 for whole; 1.0 for halved"
+    stored = kept.ask_teacher(torch.zeros(4096, *SHAPE))
+    assert describe_sizes(stored, kept.objectives) == "3.2 MiB; 2.0 for whole; 1.0 for halved"
 
 
 def test_methods_are_those_with_defaults_by_their_names() -> None:

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from tests.commands import left_by_overwriting, refused_elsewhere, results
 from tests.launching import until
@@ -20,19 +19,6 @@ FILES = ("config.yaml", "environment.json", "report.html", "results.md")
 
 def rows(out: Path) -> dict[str, Any]:
     return {row.get("name") or row["strategy"]: row for row in results(out)["rows"]}
-
-
-def run_of(script: ModuleType, *flags: str) -> Any:
-    """A fixture, the folder of a run that a module's tests look at."""
-
-    @pytest.fixture(scope="module")
-    def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        torch.set_num_threads(1)
-        out = tmp_path_factory.mktemp("study") / "run"
-        script.main([*flags, "--out", str(out)])
-        return out
-
-    return run
 
 
 def exit_code(script: ModuleType, *flags: str) -> Any:

@@ -34,6 +34,15 @@ def test_rows_of_a_gpu() -> None:
     assert [shapes[us].compiled for us in (939, 560, 407.8, 521.2)] == [False, False, False, True]
 
 
+def test_the_tutorials_shapes_with_fewer_texts() -> None:
+    config = attention.parser().parse(["--parts", "tutorial", "--tokens", "4096"])
+    rows = all_cases(config, "cpu")
+    assert {(row.batch, row.length) for row in rows} == {(4, 1024), (8, 512), (16, 256)}
+    assert {row.tutorial_us for row in rows} == {None}
+    (jagged,) = (row for row in rows if row.lengths)
+    assert (len(jagged.lengths), max(jagged.lengths)) == (8, 512)
+
+
 def test_texts_of_unequal_length() -> None:
     assert half_padded(4, 100) == (1, 34, 67, 100)
     assert half_padded(1, 101) == (51,)

@@ -15,8 +15,8 @@ from experiments import attention
 from lab.studies.attention import Bench, Case, measure
 from lab.studies.meters import LINUX
 from lit_modules.nets import SelfAttention
-from tests.commands import left_by_overwriting, results
-from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
+from tests.commands import left_by_overwriting, results, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,7 +196,7 @@ def test_blocks_that_take_too_long_are_left_out_and_an_old_run_s_files_are_gone(
     assert "attention.py " in (out / "report.html").read_text().partition("The command that repeats it")[2]
     printed = " ".join(capsys.readouterr().out.split())
     assert "blocks: jagged compiled, float32, 2 x 32, forward + backward: left out: at its best" in printed
-    assert "--longest 1e-12 s." in printed
+    assert "--longest, 1e-12 s." in printed
 
 
 def test_too_little_memory_is_torchs_refusal() -> None:

@@ -17,8 +17,8 @@ from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Case, all_cases
 from lab.studies.comm.operations import OPERATIONS, Member
 from lab.studies.comm.report import all_rows, binary_size, picture, table
-from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
+from tests.commands import results, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

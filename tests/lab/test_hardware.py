@@ -23,8 +23,8 @@ from lab.studies.isolation import call_isolated
 from lab.studies.meters import PeakMemory, hidden_share, sent_bytes, state_bytes
 from lit_modules.nets import ViT
 from strategies import DDP
-from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
+from tests.commands import results, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows
 from tests.training import classifier, net
 
 QUICK = ["--data.batch_size", "8", "--data.train_size", "20", "--data.validation_size", "0", "--steps", "4"]

@@ -169,7 +169,7 @@ def test_a_staleness_that_can_not_be_is_refused() -> None:
 
 
 def sgd(module: Any) -> Any:
-    module.make_optimizer = partial(torch.optim.SGD, lr=0.1)
+    module.optimization.make_optimizer = partial(torch.optim.SGD, lr=0.1)
     return module
 
 

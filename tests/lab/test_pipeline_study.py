@@ -19,8 +19,8 @@ from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Task
 from lab.studies.pipeline.cases import bubble_bound
 from lab.studies.pipeline.measure import Event
 from lab.studies.pipeline.report import idle_share, table
-from tests.commands import results
-from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows, run_of
+from tests.commands import results, run_of
+from tests.lab.studies import StudyTests, ends_by_a_signal, exit_code, rows
 from tests.training import trainer
 
 NET = ["--net", "ResNet", "--net.depth", "8", "--cut_after", "stage1", "--trainer.devices", "2"]

@@ -21,10 +21,9 @@ CLIPPED = OPTIONS["accumulated and clipped"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 3])
-def test_both_train_as_ddp_does(devices: int, tmp_path: Path) -> None:
+def test_both_train_as_ddp_does(tmp_path: Path) -> None:
     names = ("ddp", "ddp_ring", "ddp_allreduce")
-    ddp, around, by_hand = (trained("students", f"{name} {devices}", tmp_path, **CLIPPED) for name in names)
+    ddp, around, by_hand = (trained("students", f"{name} 3", tmp_path, **CLIPPED) for name in names)
     assert_same(around[1], ddp[1])  # to the bit: its sums have the order of gloo's
     assert_agree(ddp, by_hand, atol=1e-12)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from datamodules import Chat
-from datamodules.text_loaders import TextLoader, pack_texts
+from datamodules.text.loaders import TextLoader, pack_texts
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, Ensemble
 from lit_modules.nets.layers import check_keeps_apart
@@ -22,7 +22,7 @@ from lit_modules.objectives import Cosine, CrossEntropy, Hinton, ReverseKL
 from lit_modules.tasks import Tokens
 from tests.chats import WORDS, write_lines
 from tests.grids import mostly_slow
-from tests.language import gpt
+from tests.language import PACKED, gpt
 from tests.training import assert_same, fit, on, weights
 
 LENGTHS = [2, 397, 3, 60, 9, 130, 5, 21, 90, 2, 250, 14]  # bytes of responses: rows of about 2 to 400 tokens
@@ -58,7 +58,7 @@ def step(folder: Path, place: str = "auto 1", accumulated: int = 1, **options: A
     module = module if exact else module.double()
     double = {} if exact else {"precision": "64-true"}
     fit(module, chat, **on(place), max_epochs=1, accumulate_grad_batches=accumulated, **double)
-    assert module.samples == 12
+    assert module.training_log.samples == 12
     return {name: value for name, value in weights(module).items() if name.startswith("students.")}
 
 
@@ -198,7 +198,7 @@ def test_several_teachers_keep_texts_apart(weights: list[float] | None, tmp_path
 
 
 def test_what_cannot_keep_texts_apart_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="Embedding, chosen by --student, can't keep apart"):
+    with pytest.raises(BadInput, match="Embedding, chosen by `student`, can't keep apart"):
         check_keeps_apart(torch.nn.Embedding(9, 8), "student")
 
     class Mixes(GPT):
@@ -212,7 +212,7 @@ def test_what_cannot_keep_texts_apart_is_refused(tmp_path: Path) -> None:
     shapes: dict[str, Any] = {"input_shape": chat.input_shape, "num_classes": 256, "input_dtype": torch.int64}
     module = Distillation(module.teacher, {"cosine": (gpt(**chat.net_arguments), Cosine())}, task=Tokens(), **shapes)
     with pytest.raises(BadInput, match="compares whole texts"):
-        module.check_packed()
+        module.check_data(PACKED)
     for options in ({"sort_lengths": True, "pack": True}, {"pack": True, "partition": [0.5, 0.5]}, {"loss_per": "row"}):
         with pytest.raises(BadInput):
             Chat("none", **options)

@@ -17,7 +17,7 @@ from harness.runs.nets import load_net, save_net, spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet
-from lit_modules.objectives import Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
+from lit_modules.objectives import RKD, Cosine, CrossEntropy, Hint, Hinton, Objective, Sum, Term
 from lit_modules.objectives.cross_entropy import ce_term
 from tests.grids import mostly_slow
 from tests.training import (
@@ -250,7 +250,7 @@ def test_what_relates_rows_says_so(name: str) -> None:
     says_so = made()
     says_so.relates_rows = True
     for objective in (says_so, Sum([says_so, Hinton()])):
-        assert distil({"a": objective}).relates_rows
+        assert distil({"a": objective}).layout().relates_rows
     assert Sum([says_so, Hinton()]).relates_rows
 
 
@@ -309,3 +309,12 @@ def test_losses_are_computed_in_float32_under_autocast_also_of_objectives_that_c
     torch.testing.assert_close(parts["kd/ce"].double(), ce, rtol=1e-6, atol=0)
     classifier = LitClassifier(net()).losses(z_s.bfloat16(), Batch.of((z, labels), 0))[1]  # as under bf16-true
     torch.testing.assert_close(classifier["loss"].double(), ce, rtol=1e-6, atol=0)
+
+
+def test_a_layout_is_found_out_once_until_a_run_fails() -> None:
+    module = distil({"rkd": RKD(), "kd": Hinton()})
+    layout = module.layout()
+    assert module.layout() is layout
+    assert layout.relates_rows
+    module.failed["rkd"] = {"step": 0, "term": "loss"}
+    assert not module.layout().relates_rows

@@ -17,11 +17,12 @@ from harness.studies import zoo
 from lit_modules import objectives
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ResNet, ViT
-from lit_modules.nets.attention import Backend, use_kernel
+from lit_modules.nets.attention.form import Backend
+from lit_modules.nets.attention.kernels import use_kernel
 from lit_modules.objectives import CrossEntropy
 from strategies import DDP
 from tests.gpus import on_gpu
-from tests.lit_modules.test_loss_scale import Loud, Scales, company
+from tests.lit_modules.training.test_loss_scale import Loud, Scales, company
 from tests.training import SHAPE, assert_same, digits, fit, net, weights
 
 # By type, the kernels that torch has for it, and the error of outputs and gradients over the largest of each

@@ -47,14 +47,14 @@ def test_it_is_that_of_torchmetrics(metric: OwnMetric) -> None:
         expected = multiclass_auroc(logits, split.labels, 10)
     score = metric.describe().score
     assert tested[f"ce/test/{score}"] == pytest.approx(float(expected), abs=1e-6)
-    assert f"ce/val/{score}" in module.epochs[-1]
+    assert f"ce/val/{score}" in module.training_log.epochs[-1]
 
 
 @pytest.mark.parametrize("place", mostly_slow(["ddp 2 exact 3", "ddp 3 exact 3"], "ddp 2 exact 3"))
 def test_ranks_give_the_same_bits(place: str) -> None:
     one, other = (fit(made(ORDERED), digits(validation_size=40), **on(spot)) for spot in ("ddp 1 exact 3", place))
-    assert one.epochs == other.epochs
-    assert "ce/val/ordered" in one.epochs[-1]  # type: ignore[operator, index]
+    assert one.training_log.epochs == other.training_log.epochs
+    assert "ce/val/ordered" in one.training_log.epochs[-1]  # type: ignore[operator, index]
 
 
 def test_a_task_with_it_is_rebuilt_from_plain_data() -> None:

@@ -1,5 +1,6 @@
 """Scores of responses: bits per byte of what is scored, prompts as units of intervals, agreement on response tokens."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -107,8 +108,21 @@ def test_under_a_limit_bytes_are_those_of_what_is_tested(run: Path, tmp_path: Pa
     places = data._evaluated_places("test", 4)
     test = data.split("test")
     rate = int(test.labels[places].sum()) / int(test.response_bytes()[places].sum())
-    assert rate != data.tokens_per_byte
+    assert rate != data.tokens_per_byte["test"]
     assert entry["test_bpb"][0] == pytest.approx(entry["test_loss"][0] / math.log(2) * rate, abs=1e-9)
+
+
+def test_bits_are_over_the_bytes_of_the_part_that_is_scored(run: Path) -> None:
+    data = Chat(run / "answers.jsonl", batch_size=4, test_size=10, validation_size=4)
+    rates = {}
+    for part in ("train", "validation"):
+        texts = data.split(part)
+        rates[part] = int(texts.labels.sum()) / int(texts.response_bytes().sum())
+    assert len({*rates.values(), data.tokens_per_byte["test"]}) == 3
+    for epoch in json.loads((run / "run" / "seed0" / "students.json").read_text())["nets"]["ce"]["epochs"]:
+        for part, stage in (("train", "train"), ("validation", "val")):
+            bits = epoch[f"{stage}/loss"] / math.log(2) * rates[part]
+            assert epoch[f"{stage}/bpb"] == pytest.approx(bits, rel=1e-6)
 
 
 def test_the_pages_speak_of_prompts_and_bytes(run: Path) -> None:

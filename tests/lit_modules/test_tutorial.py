@@ -96,5 +96,5 @@ def test_the_older_tutorials_curve_differs_by_the_teachers_entropy() -> None:
     with torch.no_grad():
         p = F.softmax(teacher.eval()(data.normalize(data.split("train").inputs, torch.float64)) / 2, 1)
     entropy = float(-(p * p.log()).sum() / len(p))
-    kd, older = ([each[f"{name}/train/kd"] for each in module.epochs] for name in students)
+    kd, older = ([each[f"{name}/train/kd"] for each in module.training_log.epochs] for name in students)
     assert older == pytest.approx([value + 2**2 * entropy for value in kd], abs=1e-9, rel=0)

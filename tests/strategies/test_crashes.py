@@ -14,11 +14,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.multiprocessing import ProcessRaisedException
 
+from apprentice.children import end_with_parent
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, FSDP, DataParallel, PipelineStrategy, ZeRO1
-from strategies.base.launchers import end_with_parent
 from tests.grids import mostly_slow
 from tests.processes import CONTEXT, Run, launch
 from tests.strategies.test_second_launch import NAMES, WHOLE, Data, Regression

@@ -349,6 +349,8 @@ def test_one_device_may_share_a_weight_within() -> None:
 
 
 def test_one_warning_names_batch_norms() -> None:
+    with pytest.warns(UserWarning, match=r"^0.0, 0.1, 0.2 and 5 more: BatchNorm sees 4 rows"):
+        ModelParallel([nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(8)))], split_size=4)
     with pytest.warns(UserWarning, match="BatchNorm") as told:
         ModelParallel(stages(lambda: nn.BatchNorm2d(8)), split_size=4)
     assert [str(warning.message) for warning in told] == [
@@ -371,7 +373,7 @@ def test_ddp_refuses_what_it_can_not_split() -> None:
     faults: dict[str, LightningModule] = {
         "split_size 4: expected None, as 0.1 computes over all ranks": LitClassifier(normed),
         r"ModelParallel: expected one number of stages throughout a module, got \[1, 2\]": LitClassifier(several),
-        "ModelParallel: expected it to be made in the module's constructor": Later(plain()),
+        "ModelParallel: expected one that is made in the module's constructor": Later(plain()),
     }
     for message, module in faults.items():
         with pytest.raises(Exception, match=message):

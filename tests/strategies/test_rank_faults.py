@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.multiprocessing.spawn import ProcessContext
 
 from harness import cli
 from harness.runs.quiet import quiet
@@ -72,9 +73,11 @@ def test_a_rank_that_dies_ends_the_run(
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join = ProcessContext._join_procs_with_timeout
+    monkeypatch.setattr(ProcessContext, "_join_procs_with_timeout", lambda context, _: join(context, 2))  # of 30 s
     run = start(stopped, tmp_path / "log", strategy=DDP(timeout=3))
-    assert run.wait(3 + 35 + 5) == 2  # some seconds until it hangs
+    assert run.wait(3 + 10) == 2  # some seconds until it hangs
     lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
     expected = "expected every rank to come within that time; rank 1 kept the others waiting"
     assert lines == [f"error: --timeout 3: {expected}"]

@@ -54,9 +54,10 @@ OPTIONS: dict[str, Any] = {
     "plain": {},
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
 }
-CASES = [
-    *((strategy, "students", "accumulated and clipped") for strategy in ("ddp", "ddp_zero1")),
-    *((strategy, run, "plain") for strategy in ("ddp", "ddp_zero1") for run in MODULES),
+CASES = [  # more of ddp: test_invariance.py
+    *(("ddp", "students", options) for options in OPTIONS),
+    ("ddp_zero1", "students", "accumulated and clipped"),
+    *(("ddp_zero1", run, "plain") for run in MODULES),
 ]
 
 
@@ -90,7 +91,7 @@ def test_float64_agrees_with_one_process(strategy: str, run: str, options: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["ddp 8", "ddp_zero1 8", "ddp 8 exact 8"])
+@pytest.mark.parametrize("place", ["ddp_zero1 8", "ddp 8 exact 8"])
 def test_eight_processes_and_shards_agree_too(place: str, tmp_path: Path) -> None:
     assert_agree(alone("students", "plain"), trained("students", place, tmp_path))
 
@@ -122,11 +123,10 @@ def test_zero1_cuts_the_optimizers_state(devices: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 3])
-def test_local_sgd_of_every_step_is_data_parallel_sgd(devices: int, tmp_path: Path) -> None:
+def test_local_sgd_of_every_step_is_data_parallel_sgd() -> None:
     def ended(strategy: DataParallel) -> dict[str, torch.Tensor]:
         module = distillation(optimizer=sgd)
-        return weights(fit(module, digits(train_size=112), devices, strategy=strategy, **STEPS))
+        return weights(fit(module, digits(train_size=112), 3, strategy=strategy, **STEPS))
 
     right = ended(DDP(timeout=60))
     assert_same(ended(LocalSGD(timeout=60, period=1)), right, atol=1e-9)
@@ -281,9 +281,9 @@ def test_exact_can_be_set_until_the_trainer_is_made() -> None:
     fit(right := classifier(), digits(), 2, strategy=DDP(timeout=60, exact=4))
     assert_same(weights(module), weights(right), atol=0)
     trainer(1, strategy=(one := DDP(exact=4)))
-    with pytest.raises(ValueError, match=r"^exact None: expected it to be set before the Trainer is made$"):
+    with pytest.raises(ValueError, match=r"^exact None: expected a number that is set before the Trainer is made$"):
         one.exact = None
-    with pytest.raises(ValueError, match=r"^exact 2: expected it to be set before the Trainer is made$"):
+    with pytest.raises(ValueError, match=r"^exact 2: expected a number that is set before the Trainer is made$"):
         strategy.exact = 2
     with pytest.raises(AttributeError):
         FSDP().exact = 2
@@ -320,7 +320,7 @@ def test_ranks_are_forked_where_that_is_safe(
         (lambda: trainer(4, strategy=HSDP(shard_size=0)), "shard_size 0: expected a number that divides the 4 devices"),
         (lambda: trainer(4, strategy=HSDP(shard_size=3)), "shard_size 3: expected a number that divides the 4 devices"),
         (lambda: trainer(1, strategy=HSDP()), "shard_size 2: expected a number that divides the 1 devices"),
-        (lambda: HSDP(mesh={"tensor": 2}), "expected none: shard_size makes the groups"),
+        (lambda: HSDP(mesh={"tensor": 2}), "not allowed, as shard_size makes the groups"),
         (lambda: trainer(2, strategy=DDP(exact=8, ddp_comm_hook=fp16_compress_hook)), "exact 8: expected no ddp_comm_"),
         (lambda: LocalSGD(period=0), "period 0: expected at least 1"),
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps -1: expected 0 or more"),

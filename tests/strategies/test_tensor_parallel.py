@@ -19,7 +19,8 @@ from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import SelfAttention, ViT
-from lit_modules.nets.attention import Alibi, DifferentialAttention
+from lit_modules.nets.attention.differential import DifferentialAttention
+from lit_modules.nets.attention.positions import Alibi
 from lit_modules.objectives import Cosine, CrossEntropy, DeiTToken, Hinton, Objective
 from strategies import DDP, FSDP
 from strategies.sharding import recompute
@@ -92,19 +93,15 @@ def trained(
     return found, scores
 
 
+SLOW: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("forms", 2, 2, CLIP), ("vit", 2, 2, CLIP | ACCUMULATE), ("vit", 2, 1, {}), ("vit", 2, 4, CLIP_VALUES),
+    ("students", 2, 2, CLIP), ("pair", 1, 3, CLIP),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "data", "tensor", "options"),
-    [
-        ("vit", 1, 2, CLIP),
-        ("forms", 1, 2, CLIP),
-        pytest.param("forms", 2, 2, CLIP, marks=pytest.mark.slow),
-        pytest.param("vit", 2, 2, CLIP | ACCUMULATE, marks=pytest.mark.slow),
-        pytest.param("vit", 2, 1, {}, marks=pytest.mark.slow),
-        pytest.param("vit", 2, 4, CLIP_VALUES, marks=pytest.mark.slow),
-        pytest.param("students", 1, 2, CLIP, marks=pytest.mark.slow),
-        pytest.param("students", 2, 2, CLIP, marks=pytest.mark.slow),
-        pytest.param("pair", 1, 3, CLIP, marks=pytest.mark.slow),
-    ],
+    [("forms", 1, 2, CLIP), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_training_is_that_of_one_process(
     name: str, data: int, tensor: int, options: dict[str, Any], tmp_path: Path

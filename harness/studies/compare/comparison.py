@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness.reports.notes import ended_early, failures
+from harness.reports.conclusions import conclude
+from harness.reports.endings import ended_early, failures
 from harness.reports.results import Scores, StudentResults
-from harness.reports.uncertainty import Interval, conclude, corrected_intervals, paired_differences, paired_interval
+from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
 from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
 from harness.studies.compare.runs import FormatResults, Run

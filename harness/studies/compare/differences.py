@@ -7,10 +7,11 @@ from typing import Any
 
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, rules_of
+from harness.reports.bakeoff.objectives import objectives
 from harness.reports.results import Results
-from harness.reports.settings import OF_TABLE, objectives, settings, write_value
+from harness.reports.settings import OF_TABLE, settings, write_value
 from harness.reports.tables import NONE, join_words
-from harness.studies.compare.fairness import idle_settings, same
+from harness.studies.compare.fairness import changed_nets, idle_settings, ignored_places, same
 from harness.studies.compare.runs import Run
 
 FEW = 3  # runs that have a column each
@@ -58,7 +59,9 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
     Where a class differs, its options are in its text.
     """
+    first, *others = runs
     idle, by_setting = idle_settings(runs), dict[str, Difference]()
+    idle |= set.intersection(*(ignored_places(first, run) for run in others)) if others else set()
     for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in LEFT_OUT):
         sharing = [run for run in runs if _has_student(run, flag)]
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
@@ -96,6 +99,11 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     versions = {run.name: run.results.versions for run in runs}
     for name in dict.fromkeys(name for of_run in versions.values() for name in of_run):
         yield name, True, {run: set_to(of_run.get(name)) for run, of_run in versions.items()}
+    for run in runs[1:]:
+        for net, change in changed_nets(runs[0], run).items():
+            if change:
+                texts = {runs[0].name: set_to(change.before), run.name: set_to(change.now)}
+                yield f"{net}: {change.what}", True, texts
     for name in MACHINE:
         yield name, False, {run.name: set_to(run.results.hardware.get(name)) for run in runs}
 

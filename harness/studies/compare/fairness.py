@@ -8,6 +8,7 @@ from harness.cli.resuming import PLACES
 from harness.reports.settings import is_off
 from harness.reports.tables import join_words
 from harness.studies.compare.runs import Run
+from lit_modules.nets.identity import Change
 
 # With these options of the Trainer, `data` in results.json has the size of the part that was used.
 LIMITS = {"validation": "limit_val_batches", "test": "limit_test_batches"}
@@ -17,6 +18,8 @@ VALIDATION = {
     f"trainer.{name}"
     for name in ("num_sanity_val_steps", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch")
 }
+OF_TOKENS = "data.tokenizer", "data.template"  # what they make of a text is in the fingerprint of the data
+OF_NETS = "name", "weights", "members"  # options that say where a net's configuration and weights lie
 CONTEXT = "block_size"  # of a text: each held-out token is tested once, whatever it is
 
 
@@ -42,12 +45,25 @@ def why_not_comparable(first: Run, run: Run) -> str:
 
 def other_samples(first: Run, run: Run) -> list[str]:
     """Return the parts of the data whose samples differ; none where a run has no fingerprint."""
-    return changed_parts(first.results.fingerprint, run.results.fingerprint) if ignored_places(first, run) else []
+    fingerprints = first.results.fingerprint, run.results.fingerprint
+    return changed_parts(*fingerprints) if all(fingerprints) else []
 
 
 def ignored_places(first: Run, run: Run) -> set[str]:
-    """Return the settings that say where the data lie, if fingerprints tell whether they are the same."""
-    return set(PLACES) if first.results.fingerprint and run.results.fingerprint else set()
+    """Return the settings that say where data and nets lie, if the runs know whether these are the same."""
+    places = {*PLACES, *OF_TOKENS} if first.results.fingerprint and run.results.fingerprint else set()
+    changes = changed_nets(first, run)
+    for key in changes:
+        flag = key.partition(" ")[0]  # of each seed's teacher, if each has its own
+        if not any(change for other, change in changes.items() if other.partition(" ")[0] == flag):
+            places |= {f"{flag}.{name}" for name in OF_NETS} | {f"{flag}_ckpt"}
+    return places
+
+
+def changed_nets(first: Run, run: Run) -> dict[str, Change | None]:
+    """Return, by its flag, what differs in each net of both runs that begins with files."""
+    ours, theirs = run.results.origins, first.results.origins
+    return {key: theirs[key].change(ours[key]) for key in theirs if key in ours}
 
 
 def _samples(run: Run, limited: set[str]) -> dict[str, Any]:
@@ -68,11 +84,13 @@ def other_settings(run: Run, first: Run) -> dict[str, tuple[Any, Any]]:
 
     Where a class differs, its options are left out.
     """
-    idle = idle_settings([run, first])
+    idle = idle_settings([run, first]) | ignored_places(first, run)
     ours, theirs = _training(run, idle), _training(first, idle)
     differ = [flag for flag in {**theirs, **ours} if not same(flag, ours.get(flag), theirs.get(flag))]
     inside = [flag for flag in differ if any(flag.startswith(f"{other}.") for other in differ)]
-    return {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
+    settings = {flag: (ours.get(flag), theirs.get(flag)) for flag in differ if flag not in inside}
+    changes = {key: change for key, change in changed_nets(first, run).items() if change}
+    return settings | {f"{key}: {change.what}": (change.now, change.before) for key, change in changes.items()}
 
 
 def same(flag: str, one: Any, other: Any) -> bool:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from apprentice.errors import BadInput
 from harness.reports import html
-from harness.reports.figures import Dot, lines_picture, metric_picture
-from harness.reports.measures import columns_on_page, in_table
-from harness.reports.notes import star_failed
-from harness.reports.pages import axis, cost_of
+from harness.reports.charts import Dot, lines_picture, metric_picture
+from harness.reports.endings import star_failed
+from harness.reports.measures import axis, columns_on_page, cost_of, in_table
 from harness.reports.report import Part
 from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
 from harness.runs.files import write_bytes, write_json, write_text
@@ -19,6 +18,7 @@ from harness.studies.compare.comparison import Comparison
 from harness.studies.compare.differences import lines_of
 from harness.studies.compare.runs import FormatResults
 
+FILES = ("compare.json", "compare.md", "compare.png", "report.html")  # of a table; the first says that it is one
 DIFFER = {
     True: "What differs and may move results:",
     False: "What differs and moves nothing but times, and figures by rounding:",
@@ -26,7 +26,7 @@ DIFFER = {
 
 
 def table(comparison: Comparison, scores_first: bool = False) -> Table:
-    """Return one line for each row, in the order of the runs; see `harness.reports.pages.table`."""
+    """Return one line for each row, in the order of the runs; see `harness.reports.bakeoff.table.table`."""
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
     formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
@@ -81,7 +81,7 @@ def _list_differing(comparison: Comparison) -> list[Part]:
             head, lines = lines_of(differing, [run.name for run in comparison.runs])
             parts += [title, Table(head, lines, left=len(head))]
     same = len(comparison.runs) > 1 and not parts
-    return ["Settings are the same but for --out."] if same else parts
+    return ["Settings are the same but for the folder."] if same else parts
 
 
 def text(comparison: Comparison) -> str:
@@ -133,7 +133,9 @@ def picture(comparison: Comparison) -> bytes:
 
 @contextmanager
 def table_folder(out: str | Path | None, kind: str, runs: Sequence[str], files: Sequence[str]) -> Iterator[Path]:
-    """Make the folder of a table about runs, `out` or one under runs/, in which an earlier one's `files` may be.
+    """Make the folder of a table about runs, `out` or one under runs/, whose `files` replace those of an earlier one.
+
+    The first of them says that there is an earlier one: without it, files of these names are somebody else's.
 
     Raises:
         BadInput: it holds a run or a table of another kind, or can't be written.
@@ -144,6 +146,9 @@ def table_folder(out: str | Path | None, kind: str, runs: Sequence[str], files: 
     for file in ("compare.json", *run_files(folder)):
         if file not in files and (folder / file).exists():
             raise BadInput("out", folder, f"a folder without a run or another table; this one holds {file}")
+    left = [file for file in files if (folder / file).exists()]
+    if left and files[0] not in left:
+        raise BadInput("out", folder, f"a folder without a table, or with one of its own; this one holds {left[0]}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -156,7 +161,7 @@ def save(comparison: Comparison, out: str | Path | None = None, commands: Sequen
 
     `commands` made the runs and this comparison.
     """
-    with table_folder(out, "compare", [run.name for run in comparison.runs], ["compare.json"]) as folder:
+    with table_folder(out, "compare", [run.name for run in comparison.runs], FILES) as folder:
         text, png = markdown(comparison, scores_first=True), picture(comparison)
         write_text(folder / "compare.md", markdown(comparison))
         write_text(folder / "report.html", html.page(text, {"compare.png": png}, html.repeat_section(commands)))

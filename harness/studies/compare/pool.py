@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from apprentice.errors import BadInput
-from harness.reports.combined import combine
-from harness.reports.interactive import save_results
+from harness.reports.bakeoff.save import save_results
+from harness.reports.combine import combine
 from harness.reports.report import machine
 from harness.reports.results import Results
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, Header, NetRecord, reading
-from harness.studies.compare.fairness import ignored_places, other_samples
+from harness.studies.compare.fairness import changed_nets, ignored_places, other_samples
 from harness.studies.compare.page import table_folder
 from harness.studies.compare.runs import Run
 
@@ -36,7 +36,7 @@ def pool(runs: Sequence[Run]) -> Results:
     ran = {run.name: machine(vars(run.results)).get("Commit", "unknown") for run in runs}
     if len({*ran.values()}) > 1:
         notice(f"commits differ: {'; '.join(f'{commit} of {name}' for name, commit in ran.items())}")
-    header = Header.read(vars(first.results))
+    header = Header.read(first.results.to_json())
     header.config, header.seeds = {**header.config, "seeds": seeds}, seeds
     header.commits = list(dict.fromkeys(commit for run in runs for commit in run.results.commits))
     head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}
@@ -81,6 +81,9 @@ def _differs(first: Run, run: Run) -> str:
     )
     if parts := other_samples(first, run):
         return f"{', '.join(parts)}: the samples are others"
+    for net, change in changed_nets(first, run).items():
+        if change:
+            return f"of its {net} {change}"
     keys = [
         key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in ignored_places(first, run)
     ]
@@ -114,7 +117,7 @@ def save(results: Results, out: str | Path | None = None, commands: Sequence[str
 
     `commands` made the runs and pooled them.
     """
-    files = ("results.json", "results.md", "results.png")  # of an earlier pool
+    files = ("results.json", "results.md", "results.png", "report.html")
     with table_folder(out, "pool", results.pooled, files) as folder:
         save_results(folder, results, commands=commands)
     return folder

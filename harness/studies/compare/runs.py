@@ -7,9 +7,10 @@ from typing import Any
 
 import datamodules
 from apprentice.errors import BadInput
+from datamodules.base import InMemoryData
 from harness.cli.sources import flat
-from harness.reports.combined import combine_student
-from harness.reports.notes import planned_epochs
+from harness.reports.combine import combine_student
+from harness.reports.endings import planned_epochs
 from harness.reports.results import BASELINE, Results, StudentResults, load_results
 from harness.reports.settings import OF_TABLE
 from harness.runs.records import Header, NetRecord, reading
@@ -41,6 +42,8 @@ def _students(facts: Mapping[str, Any]) -> tuple[Results, Mapping[str, StudentRe
 
 
 def _language_model(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
+    if "runs" not in facts:
+        return _students(facts)
     net = combine_student([NetRecord.from_json(run) for run in facts["runs"]], BITS)
     return Header.read(facts), {"gpt": net}
 
@@ -101,7 +104,7 @@ class Run:
         """Which runs one table can hold beside it, in words."""
         if not self.experiment.judged:
             return "a run of quantize.py"
-        texts = "a run of gpt.py, or of kd.py with --data Text"
+        texts = "a run of gpt.py, or of kd.py on texts"
         return texts if self.metric is BITS else f"a run of kd.py measured by {self.metric.word}"
 
     def is_free(self, flag: str) -> bool:
@@ -109,9 +112,9 @@ class Run:
         return any(flag == name or flag.startswith(f"{name}.") for name in self.results.free)
 
     @property
-    def data(self) -> type[datamodules.InMemoryData]:
+    def data(self) -> type[InMemoryData]:
         """The class of its data; the base class where it is not one of ours."""
-        return vars(datamodules).get(str(self.results.data["name"]), datamodules.InMemoryData)
+        return getattr(datamodules, str(self.results.data["name"]), InMemoryData)
 
     @property
     def classes(self) -> Sequence[str]:
@@ -141,7 +144,9 @@ def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None)
     """Load the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
     facts = load_results(folder, "RUN")
     script = " ".join(facts["experiment"].split())[:40]
-    of_students = "kd" if "teacher" in facts else "variants"
+    config = facts.get("config")
+    is_alone = isinstance(config, Mapping) and not config.get("variants")
+    of_students = "kd" if "teacher" in facts else "gpt" if is_alone else "variants"
     experiment = of_students if facts.get("students") else script  # an experiment of the user's own may have students
     if experiment not in EXPERIMENTS:
         raise BadInput("RUN", folder, f"a run of kd.py, gpt.py or quantize.py; this one is of {script}.py")

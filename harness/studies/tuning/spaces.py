@@ -17,7 +17,7 @@ from harness.cli.messages import near
 from harness.cli.yamls import read_value
 from harness.reports.tables import join_words
 from harness.runs.plans import Arm
-from lit_modules.objectives import Objective
+from lit_modules.objectives.base import Objective
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 from lit_modules.schedules import build_scheduler, nominal
 
@@ -84,7 +84,7 @@ def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
 
 
 def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
-    """Raise BadInput for a flag of `--search` that names no option of a row, or a value that the option refuses.
+    """Raise BadInput for a flag of `search` that names no option of a row, or a value that the option refuses.
 
     Also if the scheduler sets a rate that does not depend on the optimizer's, which then can't be searched.
     """
@@ -95,7 +95,7 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
         if name == MODEL == key and option not in OF_MODEL:
             raise BadInput(f"{SEARCH}.{flag}", value, f"{join_words(OF_MODEL, 'or')} after {SEARCH}.{MODEL}")
         if name == key and not config.tune_optimizer:
-            raise BadInput(f"{SEARCH}.{flag}", value, "--tune_optimizer true beside it")
+            raise BadInput(f"{SEARCH}.{flag}", value, "`tune_optimizer true` beside it")
         if name != key and name not in variants:
             names = [*variants, key]
             raise BadInput(f"{SEARCH}.{flag}", value, f"one of {', '.join(names)} after {SEARCH}{near(name, names)}")

@@ -11,14 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from apprentice.batch import Batch
 from datamodules.memory import available_bytes
+from harness.cli.messages import as_flags
 from harness.reports.report import MIB
 from harness.runs import launch
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.runs.session import Session
 from harness.studies.side_by_side import SideBySide
-from lit_modules.learner import Learner
-from lit_modules.nets import any_kernel
+from lit_modules.nets.attention.form import any_kernel
+from lit_modules.training.loop import Loop
 
 COPIES = 4  # of a parameter: itself, its gradient, two moments of an optimizer
 SMI_SECONDS = 30  # for nvidia-smi to answer
@@ -28,14 +29,15 @@ SHARE = 0.5  # of the available memory; the rest is for what else a process need
 def in_waves(bake_off: SideBySide, units: Sequence[Sequence[Arm]]) -> list[list[str]]:
     """Divide settings into waves, each of which fits into memory; those of a unit stay together.
 
-    All are one wave where the device does not say how much it has free, and `--tune_wave` is not given.
+    All are one wave where the device does not say how much it has free, and `tune_wave` is not given.
     """
     session, config = bake_off.session, bake_off.config
     most = config.tune_wave
     trainer = session.trainer()
     free = free_bytes(trainer) if most is None else None
     if most is None and free is None:
-        notice("tuning: all settings in one wave, as the GPU's free memory is not known; fewer by --tune_wave N")
+        line = "tuning: all settings in one wave, as the GPU's free memory is not known; fewer by `tune_wave N`"
+        notice(as_flags(line, session.parser))
     if free is not None:
         build = bake_off.builder(config.seeds[0])
         sizes = []
@@ -72,7 +74,7 @@ def free_bytes(trainer: Trainer) -> int | None:
         return None
 
 
-def student_bytes(module: Learner, name: str, run: Session, ranks: int) -> int:
+def student_bytes(module: Loop, name: str, run: Session, ranks: int) -> int:
     """Return bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
     rows = max(2, -(-min(run.data.batch_size, run.data.sizes["train"]) // ranks))
     pair = run.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
@@ -85,7 +87,7 @@ def student_bytes(module: Learner, name: str, run: Session, ranks: int) -> int:
         return tensor
 
     with any_kernel(module):  # it is a step on the CPU, wherever they train
-        step = module.step_alone(name, Batch.of(pair, 0, shared=False))
+        step = next(iter(module.timed_steps(name, Batch.of(pair, 0, shared=False)).values()))
     with saved_tensors_hooks(count, lambda tensor: tensor):
         loss = step()
     of_parameters = sum(p.numel() * p.element_size() for p in module.module_of(name).parameters())

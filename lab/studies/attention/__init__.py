@@ -8,7 +8,7 @@ from harness.reports.tables import short
 from harness.runs.session import Session
 from harness.studies import study
 from lab.studies.attention.cases import Case, Options, all_cases
-from lab.studies.attention.measure import Bench, Row
+from lab.studies.attention.measure import Bench, CallTiming
 from lab.studies.attention.report import report
 
 __all__ = ["Bench", "Case", "Options", "Study", "all_cases"]
@@ -19,7 +19,7 @@ PEAK = (
 )
 
 
-class Study(study.Study[Row]):
+class Study(study.Study[CallTiming]):
     """Measures calls, and products of matrices before each part and at the end; rows are named by `name`.
 
     Leaves out a block whose products of matrices alone take longer than `longest` seconds.
@@ -32,7 +32,7 @@ class Study(study.Study[Row]):
         self.longest = longest
         self.left_out: dict[str, str] = {}
 
-    def line(self, row: Row) -> str:
+    def line(self, row: CallTiming) -> str:
         if row["refused"]:
             result = "refused"
         elif row["part"] == "matmul":
@@ -43,7 +43,7 @@ class Study(study.Study[Row]):
 
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:
         bench.prepare(case for case in cases if case.name not in self.rows)
-        calls: dict[str, Callable[[], Row | None]] = {}
+        calls: dict[str, Callable[[], CallTiming | None]] = {}
 
         def add_products(part_cases: Sequence[Case], when: str) -> None:
             for dtype in dict.fromkeys(case.dtype for case in part_cases):
@@ -58,17 +58,17 @@ class Study(study.Study[Row]):
         self.measure(calls)
         self.finish(report(self.header, self.write(calls), self.missing(self.left_out)))
 
-    def _measure_case(self, bench: Bench, case: Case) -> Row | None:
+    def _measure_case(self, bench: Bench, case: Case) -> CallTiming | None:
         """Return the case's row; None where it takes too long."""
         product = self.rows.get(PRODUCTS.format(dtype=case.dtype, when=f"before {case.part}"))
         limit = 1e12 * product["tflops_per_second"] * self.longest if product else math.inf
         if case.part in {"blocks", "layers"} and case.projections > limit:
-            why = f"at its best the machine takes longer for the projections than --longest {self.longest} s"
+            why = f"at its best the machine takes longer for the projections than `longest`, {self.longest} s"
             self.left_out[case.name] = f"left out: {why}"
             return None
         return bench.measure(case, self.out)
 
-    def write(self, order: Iterable[str]) -> list[Row]:
+    def write(self, order: Iterable[str]) -> list[CallTiming]:
         """Write results.json with the peaks, and in each row its share of the peak so far."""
         peaks: dict[str, float] = {}
         for row in self.rows.values():

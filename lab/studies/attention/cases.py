@@ -1,10 +1,9 @@
 """The cases of the study: kernels, windows, decoding, a block, layers beside torch's, the tutorial's; the options."""
 
-import math
 import random
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar, Literal
 
@@ -22,58 +21,49 @@ QUICK = {
     "parts": ["kernels", "windows", "decoding", "blocks", "profile"], "seconds": 0.001, "cache_lengths": [16, 32],
     "window": 4,
 }  # fmt: skip
+COUNT = cli.Limit(lambda value: value >= 1, "at least 1")
 
 
 @dataclass
 class Options(cli.OneSeedOptions):
-    """Options of the study; sizes that are not given fit the device.
-
-    Args:
-        exact: none; nothing is trained.
-        device: auto takes a GPU where there is one.
-        parts: measure just these of kernels, windows, decoding, blocks, layers, tutorial, profile.
-        backends: just these kernels, such as --backends math flash; all when not given.
-        dtypes: of float32, float16 and bfloat16.
-        lengths: tokens of a text, for the kernels.
-        block_lengths: tokens of a text, for the block and for layers, eager and compiled.
-        window: the keys that a token sees, itself one of them, for windows, in texts of `lengths`.
-        cache_lengths: cached tokens that one query attends to, for decoding; 1024 and 8192 when not given.
-        kv_heads: heads of keys and values, for decoding; when not given as many as heads, a quarter, and 1.
-        tokens: of a batch, as near as texts of a length come to it.
-        heads: of the attention.
-        head_dim: width of a head.
-        seconds: for which a row is timed at least.
-        longest: seconds; a block whose products of matrices take longer than that is left out.
-        quick: take small sizes wherever none are given, to see what comes out.
-    """
+    """Options of the study; sizes that are not given fit the device."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    parts: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
-    backends: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
-    dtypes: list[str] = field(default_factory=lambda: list(DTYPES), metadata=cli.GROWS.metadata)
-    lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
-    block_lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
-    window: int = 128
-    cache_lengths: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
-    kv_heads: list[int] | None = field(default=None, metadata=cli.GROWS.metadata)
-    tokens: int | None = None
-    heads: int = 8
-    head_dim: int = 64
-    seconds: float = 0.2
-    longest: float = 1.0
+    """auto takes a GPU where there is one."""
+    parts: list[str] | None = cli.option(None, on_resume=cli.GROWS)
+    """measure just these of kernels, windows, decoding, blocks, layers, tutorial, profile."""
+    backends: list[str] | None = cli.option(None, on_resume=cli.GROWS)
+    """just these kernels, such as math flash; all when not given."""
+    dtypes: list[str] = cli.option(lambda: list(DTYPES), on_resume=cli.GROWS)
+    """of float32, float16 and bfloat16."""
+    lengths: list[int] | None = cli.option(None, on_resume=cli.GROWS)
+    """tokens of a text, for the kernels."""
+    block_lengths: list[int] | None = cli.option(None, on_resume=cli.GROWS)
+    """tokens of a text, for the block and for layers, eager and compiled."""
+    window: int = cli.option(128, COUNT)
+    """the keys that a token sees, itself one of them, for windows, in texts of `lengths`."""
+    cache_lengths: list[int] | None = cli.option(None, on_resume=cli.GROWS)
+    """cached tokens that one query attends to, for decoding; 1024 and 8192 when not given."""
+    kv_heads: list[int] | None = cli.option(None, on_resume=cli.GROWS)
+    """heads of keys and values, for decoding; when not given as many as heads, a quarter, and 1."""
+    tokens: int | None = cli.option(None, COUNT)
+    """of a batch, as near as texts of a length come to it, of the tutorial's shapes too."""
+    heads: int = cli.option(8, COUNT)
+    """of the attention."""
+    head_dim: int = cli.option(64, COUNT)
+    """width of a head."""
+    seconds: float = cli.option(0.2, cli.SECONDS)
+    """for which a row is timed at least."""
+    longest: float = cli.option(1.0, cli.SECONDS)
+    """seconds; a block whose products of matrices take longer than that is left out."""
     quick: bool = False
+    """take small sizes wherever none are given, to see what comes out."""
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
     idle: ClassVar[Collection[str]] = ("num_classes", "checkpoint_every")
     why_inexact: ClassVar[str] = "nothing is trained"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tokens", "heads", "head_dim", "window"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BadInput(name, value, "at least 1")
-        for name in ("seconds", "longest"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise BadInput(name, getattr(self, name), "seconds, above 0")
         chosen = self.kv_heads or []
         if self.kv_heads == [] or any(n < 1 or self.heads % n or chosen.count(n) > 1 for n in chosen):
             raise BadInput("kv_heads", self.kv_heads, f"divisors of heads, {self.heads}, none of them twice")
@@ -208,26 +198,33 @@ def all_cases(options: Namespace, device: str) -> list[Case]:
             for compiled in (False, True)
         ],
         "tutorial": [
-            case for case in tutorial(tutorials_dtype, options.seeds[0]) if case.block or case.backend in backends
+            case
+            for case in tutorial(tutorials_dtype, options.seeds[0], options.tokens)
+            if case.block or case.backend in backends
         ],
         "profile": [profiled, replace(profiled, compiled=True)],
     }
     return [case for part in parts for case in cases[part]]
 
 
-def tutorial(dtype: str, seed: int) -> list[Case]:
-    """Return the shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask."""
+def tutorial(dtype: str, seed: int, tokens: int | None) -> list[Case]:
+    """Return the shapes of PyTorch's tutorial on scaled dot product attention, in eval mode and so without a mask.
+
+    With `tokens` a batch has as many texts as that makes, and no figure of the tutorial's, whose batches have 32.
+    """
     published = {"auto": None, "math": 19_254, "flash": 2_263, "efficient": 4_143, "cudnn": None}
-    kernel = Case("tutorial", dtype, 32, 1024, 32, 32, causal=False)
-    block = Case("tutorial", dtype, 32, 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
-    short = replace(block, length=256)
-    return [
+    texts = {length: max(tokens // length, 1) if tokens else 32 for length in (256, 512, 1024)}
+    kernel = Case("tutorial", dtype, texts[1024], 1024, 32, 32, causal=False)
+    block = Case("tutorial", dtype, texts[512], 512, 8, 64, True, causal=False, bias=False, dropout=0.1)
+    short = replace(block, batch=texts[256], length=256)
+    cases = [
         *(replace(kernel, backend=name, tutorial_us=us) for name, us in published.items()),
         replace(block, tutorial_us=939),
         replace(block, lengths=tutorials_lengths(block.batch, block.length, seed), tutorial_us=560),
         replace(short, tutorial_us=407.8),
         replace(short, compiled=True, tutorial_us=521.2),
     ]
+    return [replace(case, tutorial_us=None) for case in cases] if tokens else cases
 
 
 def few_heads(heads: int) -> list[int]:

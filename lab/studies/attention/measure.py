@@ -22,9 +22,11 @@ from harness.runs.quiet import silence
 from lab.studies.attention.cases import Case
 from lab.studies.isolation import call_isolated, can_fork
 from lab.studies.meters import PeakMemory
-from lit_modules.nets.attention import SelfAttention, use_kernel
-from lit_modules.nets.attention.attend import Form, attend
+from lit_modules.nets.attention.attend import attend
+from lit_modules.nets.attention.form import Form
+from lit_modules.nets.attention.kernels import use_kernel
 from lit_modules.nets.attention.masks import CausalMask
+from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.transformer import Block
 
 Call = Callable[[], object]
@@ -45,7 +47,7 @@ class Operator(TypedDict):
     share: float
 
 
-class Row(TypedDict, total=False):
+class CallTiming(TypedDict, total=False):
     """A measured case, or a product of matrices with a name, a part and a dtype, or why torch refuses it.
 
     A case has all fields of `Case`; those that the report reads are here.
@@ -97,12 +99,12 @@ class Bench:
             if any(case.compiled for case in cases):
                 importlib.import_module("torch._inductor.compile_fx")
 
-    def measure(self, case: Case, folder: Path) -> Row:
+    def measure(self, case: Case, folder: Path) -> CallTiming:
         """Measure a case and return its row; write the Chrome trace of a profiled one into the folder."""
         row: Any = {"name": case.name, **asdict(case), "direction": case.direction, "refused": None}
         return {**row, **self._run_isolated(partial(self._measure_call, case, folder))}
 
-    def products(self, name: str, dtype: str) -> Row:
+    def products(self, name: str, dtype: str) -> CallTiming:
         """Return a row for the product of two square matrices of the type that reaches most TFLOP/s."""
         fastest = self._run_isolated(partial(self._fastest_product, dtype))
         return {"name": name, "part": "matmul", "dtype": dtype, "refused": None, **fastest}
@@ -120,7 +122,7 @@ class Bench:
 
     # In a process of its own
 
-    def _measure_call(self, case: Case, folder: Path) -> Row:
+    def _measure_call(self, case: Case, folder: Path) -> CallTiming:
         try:
             with silence(*LOGGERS), open_call(case, self.device) as call:
                 with autograd.profiler.profile(use_kineto=False) as profiler:
@@ -130,7 +132,7 @@ class Bench:
                 memory = PeakMemory(self.device)
                 call()
                 peak = memory.bytes()
-                figures: Row = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
+                figures: CallTiming = {"kernel": kernel, "peak_bytes": peak, **self._time(call, case.operations)}
                 if case.part == "profile":
                     figures["operators"] = self._profile(call, case, folder)
                 return figures
@@ -145,7 +147,7 @@ class Bench:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
-    def _time(self, call: Call, operations: float) -> Row:
+    def _time(self, call: Call, operations: float) -> CallTiming:
         # Imported here, as it looks for a CUDA compiler, and prints if there is none
         from torch.utils.benchmark import Measurement, Timer
 
@@ -163,8 +165,8 @@ class Bench:
             "threads": torch.get_num_threads(),
         }
 
-    def _fastest_product(self, dtype: str) -> Row:
-        products: list[Row] = []
+    def _fastest_product(self, dtype: str) -> CallTiming:
+        products: list[CallTiming] = []
         for n in MATRICES[self.device.type]:
             a, b = torch.randn(2, n, n).to(self.device, getattr(torch, dtype)).unbind()
             products.append({"matrix": n, **self._time(partial(torch.mm, a, b), 2 * n**3)})

@@ -9,7 +9,7 @@ from harness.reports.figures import GREY, figure
 from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, join_words, short
 from harness.studies.study import StudyHeader
-from lab.studies.attention.measure import Row
+from lab.studies.attention.measure import CallTiming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ IMAGES = {
 }
 
 
-def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[CallTiming], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why cases are missing."""
     by_part = group_by(rows, lambda row: row["part"])
     ran = group_by((row for row in rows if row["refused"] is None), lambda row: row["part"])
@@ -90,7 +90,7 @@ def group_by(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: CallTiming) -> str:
     """Return a name's middle: `flash`, `dense compiled`, `jagged eager`."""
     return row["name"].partition(": ")[2].partition(",")[0]
 
@@ -98,7 +98,7 @@ def kind_of(row: Row) -> str:
 # Tables
 
 
-def kernels(rows: Sequence[Row]) -> Table:
+def kernels(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for a type, a direction and a length, and a column for a kernel that ran at all."""
     backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "pass", "texts", f"µs: {backends[0]}", *backends[1:], "fastest", "TFLOP/s", "share, %"]
@@ -112,17 +112,17 @@ def kernels(rows: Sequence[Row]) -> Table:
     return Table(header, body, left=3)
 
 
-def _line(row: Row) -> tuple[str, str, str]:
+def _line(row: CallTiming) -> tuple[str, str, str]:
     return row["dtype"], "+ backward" if row["backward"] else "forward", f"{row['batch']} x {row['length']}"
 
 
-def _microseconds(row: Row | None, with_kernel: bool = False) -> str:
+def _microseconds(row: CallTiming | None, with_kernel: bool = False) -> str:
     if row is None or row["refused"] is not None:
         return NONE
     return f"{short(row['microseconds'])}{' ' + row['kernel'] if with_kernel else ''}"
 
 
-def windows(rows: Sequence[Row]) -> Table:
+def windows(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for a type, a direction and a length, and columns for all tokens, a mask and bands."""
     kinds = list(dict.fromkeys(kind_of(row) for row in rows))
     names = ["all" if kind == "auto" else kind for kind in kinds]
@@ -135,7 +135,7 @@ def windows(rows: Sequence[Row]) -> Table:
     return Table(["type", "pass", "texts", f"µs: {names[0]}", *names[1:], f"MiB: {names[0]}", *names[1:]], body, left=3)
 
 
-def decoding(rows: Sequence[Row]) -> Table:
+def decoding(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for a type, heads and cached tokens, and a column for a kernel that ran at all."""
     backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
     header = ["type", "heads", "cached", "bytes a token", f"µs: {backends[0]}", *backends[1:]]
@@ -151,7 +151,7 @@ def decoding(rows: Sequence[Row]) -> Table:
     return Table(header, body, left=2)
 
 
-def blocks(rows: Sequence[Row]) -> Table:
+def blocks(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for a type, a direction and a length, and a column for a layout or layer and a mode."""
     kinds = list(dict.fromkeys(kind_of(row) for row in rows))
     body = []
@@ -161,7 +161,7 @@ def blocks(rows: Sequence[Row]) -> Table:
     return Table(["type", "pass", "texts", f"µs: {kinds[0]}", *kinds[1:]], body, left=3)
 
 
-def tutorial(rows: Sequence[Row]) -> Table:
+def tutorial(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for each row, and the tutorial's figure."""
     cells = {
         "row": lambda r: f"{'block' if r['block'] else 'kernel'} {r['heads']} x {r['head_dim']}, {kind_of(r)}",
@@ -175,14 +175,14 @@ def tutorial(rows: Sequence[Row]) -> Table:
     return columns(cells, rows, left=4)
 
 
-REACHED: dict[str, Callable[[Row], str]] = {
+REACHED: dict[str, Callable[[CallTiming], str]] = {
     "TFLOP/s": lambda row: short(row.get("tflops_per_second")),
     "share, %": lambda row: percent(row["share_of_peak"]),
     "peak, MiB": lambda row: NONE if (peak := row.get("peak_bytes")) is None else short(peak / MIB),
 }
 
 
-def operators(row: Row) -> Table:
+def operators(row: CallTiming) -> Table:
     """Make a table of the heaviest operators of a profiled row."""
     cells = {
         "operator": lambda operator: operator["operator"],
@@ -193,7 +193,7 @@ def operators(row: Row) -> Table:
     return columns(cells, row["operators"])
 
 
-def all_rows(rows: Sequence[Row]) -> Table:
+def all_rows(rows: Sequence[CallTiming]) -> Table:
     """Make a table with a line for each row that ran."""
     cells = {
         "row": lambda row: row["name"],
@@ -208,7 +208,7 @@ def all_rows(rows: Sequence[Row]) -> Table:
 # Notes
 
 
-def describe_peaks(header: StudyHeader, rows: Sequence[Row]) -> str:
+def describe_peaks(header: StudyHeader, rows: Sequence[CallTiming]) -> str:
     """State the peak of each type, and how it was measured."""
     lines = []
     products = [row for row in rows if row["part"] == "matmul"]
@@ -219,14 +219,14 @@ def describe_peaks(header: StudyHeader, rows: Sequence[Row]) -> str:
     return f"Peak in TFLOP/s: {join_words(lines) or NONE}; {header['peak']['is']}."
 
 
-def notes(rows: Sequence[Row], missing: Mapping[str, str]) -> list[str]:
+def notes(rows: Sequence[CallTiming], missing: Mapping[str, str]) -> list[str]:
     """State how operations are counted, what torch refuses here, and what was left out or failed."""
     above = [ABOVE] if any((row.get("share_of_peak") or 0) > 1 for row in rows) else []
     absent = [f"{'; '.join(names)}: {why}." for why, names in group_by(missing, missing.__getitem__).items()]
     return [COUNTED, *above, *refusals(rows), *absent]
 
 
-def refusals(rows: Sequence[Row]) -> list[str]:
+def refusals(rows: Sequence[CallTiming]) -> list[str]:
     """State what torch refuses, in a line for each reason."""
     lines = []
     for reason, refused in group_by(rows, lambda row: row["refused"]).items():
@@ -242,7 +242,7 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 # Pictures
 
 
-def draw_kernels(rows: Sequence[Row], peaks: Mapping[str, float]) -> bytes:
+def draw_kernels(rows: Sequence[CallTiming], peaks: Mapping[str, float]) -> bytes:
     """Draw TFLOP/s against length: a panel for a type and direction, a line for a kernel, dashed the peak."""
     names = list(dict.fromkeys(row["backend"] for row in rows))
     with figure() as (canvas, png):
@@ -265,7 +265,7 @@ def draw_kernels(rows: Sequence[Row], peaks: Mapping[str, float]) -> bytes:
     return png.getvalue()
 
 
-def draw_blocks(rows: Sequence[Row], _peaks: Mapping[str, float]) -> bytes:
+def draw_blocks(rows: Sequence[CallTiming], _peaks: Mapping[str, float]) -> bytes:
     """Draw µs a call: a panel for a type and direction, at each length a bar for each layout and mode."""
     kinds = list(dict.fromkeys(kind_of(row) for row in rows))
     with figure() as (canvas, png):
@@ -283,7 +283,9 @@ def draw_blocks(rows: Sequence[Row], _peaks: Mapping[str, float]) -> bytes:
 PICTURES = {"kernels": draw_kernels, "blocks": draw_blocks}
 
 
-def _panels(canvas: "Figure", rows: Sequence[Row], xlabel: str, ylabel: str) -> Iterator[tuple["Axes", str, list[Row]]]:
+def _panels(
+    canvas: "Figure", rows: Sequence[CallTiming], xlabel: str, ylabel: str
+) -> Iterator[tuple["Axes", str, list[CallTiming]]]:
     """Yield a panel for each type and direction, with its rows; then draw the legend."""
     dtypes, directions = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dtype", "direction"))
     canvas.set_size_inches(4.2 * len(dtypes), 3 * len(directions))

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from harness.runs import signals
 from harness.studies import study
 from lab.studies.comm.cases import Backend, Case, Options, all_cases
-from lab.studies.comm.measure import Bench, Row
+from lab.studies.comm.measure import Bench, MessageTiming
 from lab.studies.comm.report import report
 
 __all__ = ["Backend", "Bench", "Case", "Options", "Study", "all_cases"]
 
 
-class Study(study.Study[Row]):
+class Study(study.Study[MessageTiming]):
     """Measures the cases of each backend in one go; rows are named by `name`."""
 
-    def line(self, row: Row) -> str:
+    def line(self, row: MessageTiming) -> str:
         return f"{row['name']:52} {row['latency_us']:12,.1f} µs"
 
     def run(self, bench: Bench, cases: Sequence[Case]) -> None:

@@ -1,7 +1,7 @@
 """The cases of the study, each a backend, an operation, a group and a size; and the options that choose them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
@@ -16,36 +16,28 @@ LARGEST = 2**32  # bytes: a rank has a few buffers of each size
 
 @dataclass
 class Options(cli.OneSeedOptions):
-    """Options of the study.
+    """Options of the study."""
 
-    Args:
-        exact: none; results are checked to the bit in any case.
-        sizes: bytes of the largest buffer, as nccl-tests count them.
-        repeats: blocks of calls that are timed; their median is reported.
-        only: measure just these operations, such as --only broadcast all_reduce_sum.
-        backends: just these, such as --backends gloo ring; all that fit the devices when not given.
-        timeout: seconds a rank may keep the others waiting.
-        quick: take two small sizes and fewer repeats, wherever none are given.
-    """
-
-    sizes: list[int] = field(
-        default_factory=lambda: [2**power for power in range(10, 27, 2)], metadata=cli.GROWS.metadata
+    sizes: list[int] = cli.option(lambda: [2**power for power in range(10, 27, 2)], on_resume=cli.GROWS)
+    """bytes of the largest buffer, as nccl-tests count them."""
+    repeats: int = cli.option(7, cli.Limit(lambda value: value >= 1, "at least 1"))
+    """blocks of calls that are timed; their median is reported."""
+    only: list[str] | None = cli.option(None, on_resume=cli.GROWS)
+    """measure just these operations, such as broadcast all_reduce_sum."""
+    backends: list[str] | None = cli.option(None, on_resume=cli.GROWS)
+    """just these, such as gloo ring; all that fit the devices when not given."""
+    timeout: float = cli.option(
+        120.0, cli.Limit(lambda value: 0 < value <= LONGEST, f"seconds, above 0, at most {LONGEST:g}")
     )
-    repeats: int = 7
-    only: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
-    backends: list[str] | None = field(default=None, metadata=cli.GROWS.metadata)
-    timeout: float = 120.0
+    """seconds a rank may keep the others waiting."""
     quick: bool = False
+    """take two small sizes and fewer repeats, wherever none are given."""
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
     idle: ClassVar[Collection[str]] = ("num_classes", "checkpoint_every")
     why_inexact: ClassVar[str] = "what is sent is checked to the bit in any case"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repeats < 1:
-            raise BadInput("repeats", self.repeats, "at least 1")
-        if not 0 < self.timeout <= LONGEST:
-            raise BadInput("timeout", self.timeout, f"seconds, above 0, at most {LONGEST:g}")
         sizes = self.sizes
         if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size <= LARGEST for size in sizes):
             raise BadInput("sizes", sizes, f"bytes, from 1 to {LARGEST}, none of them twice")

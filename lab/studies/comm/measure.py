@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from apprentice.children import end_with_parent
 from lab.strategies import ring
 from lab.studies.comm.cases import WORLD, Backend, Case
 from lab.studies.comm.operations import Member
 from lab.studies.isolation import can_fork, children_end_with_block
-from strategies.base.launchers import end_with_parent
 
 WARMUP = 2  # calls: the first makes connections
 MAX_CALLS = 200  # calls in a block
 
 
-class Row(TypedDict):
+class MessageTiming(TypedDict):
     """A measured case."""
 
     name: str
@@ -50,7 +50,7 @@ class Bench:
     timeout: float = 120.0  # seconds a rank may keep the others waiting
     block: float = 0.02  # seconds of calls that are timed together; one call where that takes longer
 
-    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[Row | None]:
+    def measure(self, backend: Backend, cases: Sequence[Case]) -> Iterator[MessageTiming | None]:
         """Yield None once the ranks have met, then each case's row when it is measured; raise what ends a rank."""
         context = multiprocessing.get_context("fork" if can_fork() else "spawn")
         receiver, sender = context.Pipe(duplex=False)
@@ -96,7 +96,7 @@ def _rank(rank: int, bench: Bench, backend: Backend, cases: Sequence[Case], stor
     dist.destroy_process_group()
 
 
-def _row(case: Case, members: Sequence[tuple[bool, list[float]]]) -> Row:
+def _row(case: Case, members: Sequence[tuple[bool, list[float]]]) -> MessageTiming:
     """Make the row from what `time_case` returns on all members."""
     blocks = [max(block) for block in zip(*(seconds for _, seconds in members), strict=True)]
     seconds = statistics.median(blocks)

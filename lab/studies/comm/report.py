@@ -8,7 +8,7 @@ from harness.reports.report import Part, Report, machine
 from harness.reports.tables import NONE, Table, columns, short
 from harness.studies.study import StudyHeader
 from lab.studies.comm.cases import WORLD
-from lab.studies.comm.measure import Row
+from lab.studies.comm.measure import MessageTiming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ COLUMNS = (
 PANELS = 4  # side by side
 
 
-def report(header: StudyHeader, rows: Sequence[Row], notes: Sequence[str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[MessageTiming], notes: Sequence[str]) -> Report:
     """Build the report from results.json's content and notes on what failed."""
     sizes = sorted(row["bytes"] for row in rows if row["bytes"])
     columns_text = (
@@ -43,7 +43,7 @@ def binary_size(size: int) -> str:
     return f"{size} B"
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[MessageTiming]) -> Table:
     """Make a table with a line for an operation and a group: latency at the smallest size, bandwidth at the largest."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     if not backends:
@@ -61,11 +61,11 @@ def table(rows: Sequence[Row]) -> Table:
     return Table(header, body, left=2)
 
 
-def all_rows(rows: Sequence[Row]) -> Table:
+def all_rows(rows: Sequence[MessageTiming]) -> Table:
     """Make a table with a line for each row."""
     gloo = {(row["operation"], row["group"], row["bytes"]): row for row in rows if row["backend"] == "gloo"}
 
-    def over_gloo(row: Row) -> str:
+    def over_gloo(row: MessageTiming) -> str:
         rival = gloo.get((row["operation"], row["group"], row["bytes"]))
         return NONE if rival is None or rival is row else f"{row['latency_us'] / rival['latency_us']:.2f} x"
 
@@ -82,7 +82,7 @@ def all_rows(rows: Sequence[Row]) -> Table:
     return columns(cells, rows, left=3)
 
 
-def picture(rows: Sequence[Row]) -> bytes:
+def picture(rows: Sequence[MessageTiming]) -> bytes:
     """Draw bus bandwidth against size: a panel for an operation, a line for a backend, dashed for the sub-group."""
     rows = [row for row in rows if row["bytes"]]
     operations, backends = (list(dict.fromkeys(row[key] for row in rows)) for key in ("operation", "backend"))
@@ -101,7 +101,7 @@ def picture(rows: Sequence[Row]) -> bytes:
     return png.getvalue()
 
 
-def _panel(axes: "Axes", rows: Sequence[Row], backends: Sequence[str]) -> None:
+def _panel(axes: "Axes", rows: Sequence[MessageTiming], backends: Sequence[str]) -> None:
     for group in dict.fromkeys(row["group"] for row in rows):
         for number, backend in enumerate(backends):
             line_rows = [row for row in rows if (row["group"], row["backend"]) == (group, backend)]

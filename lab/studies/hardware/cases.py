@@ -19,7 +19,7 @@ SINGLE, SPLIT = "single", "DataParallel"
 class Case:
     """A strategy to measure."""
 
-    name: str  # as `--only` takes it
+    name: str  # as `only` takes it
     devices: int  # their number
     trainer: MakeTrainer  # makes a Trainer with the strategy
     options: dict[str, Any] = field(default_factory=dict)  # the strategy's
@@ -37,7 +37,7 @@ class Cases:
 
     def __init__(self, trainer: cli.Choice, exact: int | None) -> None:
         self._trainer, self._family = trainer, cli.Strategies()
-        probed = probe(trainer, "auto", dict.fromkeys(DURATION, "--steps says how long a row is measured"))
+        probed = probe(trainer, "auto", dict.fromkeys(DURATION, "`steps` says how long a row is measured"))
         self.devices = probed.num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")

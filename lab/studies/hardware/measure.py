@@ -27,7 +27,7 @@ COMPARED = 1, 20  # steps after which weights are compared
 Weights = Mapping[str, Tensor]
 
 
-class Row(TypedDict):
+class StrategyTiming(TypedDict):
     """A measured case."""
 
     strategy: str
@@ -168,7 +168,7 @@ class Bench:
             raise BadInput("trainer.accumulate_grad_batches", accumulate, f"at most {whole}, the whole batches there")
         self._references: dict[str, list[Weights]] = {}
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: Case) -> StrategyTiming:
         """Measure a case and return its row; the study sets the row's speed-up."""
         phases = Phases.of(case.options, self.steps, self.accumulate)
         with tempfile.TemporaryDirectory() as folder:

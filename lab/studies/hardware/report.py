@@ -8,7 +8,7 @@ from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.settings import settings
 from harness.reports.tables import NONE, Table, columns, short
 from harness.studies.study import StudyHeader
-from lab.studies.hardware.measure import Row
+from lab.studies.hardware.measure import StrategyTiming
 
 COLUMNS = (
     "Images/s: a whole step with the global batch, median after a warm-up; the speed-up is over the first row. "
@@ -20,7 +20,7 @@ COLUMNS = (
 )
 
 
-def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str]) -> Report:
+def report(header: StudyHeader, rows: Sequence[StrategyTiming], missing: Mapping[str, str]) -> Report:
     """Build the report from results.json's content and the reasons why strategies are missing."""
     config = header["config"]
     net, data = (config[key]["class_path"].rpartition(".")[2] for key in ("net", "data"))
@@ -36,7 +36,7 @@ def report(header: StudyHeader, rows: Sequence[Row], missing: Mapping[str, str])
     return Report(lines, text, [*text, image], {"results.png": picture(rows)})
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[StrategyTiming]) -> Table:
     """Make a table with a line for each row."""
     cells = {
         "strategy": lambda row: row["strategy"],
@@ -53,7 +53,7 @@ def table(rows: Sequence[Row]) -> Table:
     return columns(cells, rows)
 
 
-def _difference(row: Row, key: Literal["first_difference", "max_difference"], style: str) -> str:
+def _difference(row: StrategyTiming, key: Literal["first_difference", "max_difference"], style: str) -> str:
     """State how far a row is from one process: `0 bits`, `1.2e-15`."""
     value = row[key]
     if value is None:
@@ -69,7 +69,7 @@ def _mib(sizes: Sequence[float | None]) -> str:
     return f"{largest:.3g}" if largest < 100 else f"{largest:.0f}"
 
 
-def picture(rows: Sequence[Row]) -> bytes:
+def picture(rows: Sequence[StrategyTiming]) -> bytes:
     """Draw a bar for each row in four panels: speed-up, memory a rank, bytes sent, difference to one process."""
     with figure(13, max(3.2, 1.3 + 0.34 * len(rows))) as (canvas, png):
         speed, memory, sent, differences = panels = canvas.subplots(1, 4, sharey=True)
@@ -98,7 +98,7 @@ def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], margin: fl
     axes.margins(x=margin)
 
 
-def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+def _memory(axes: Axes, rows: Sequence[StrategyTiming]) -> None:
     peaks = [[size or 0 for size in row["peak_memory_per_rank"]] for row in rows]
     states = [row["state_bytes_per_rank"] for row in rows]
     for sizes, shift, color, label in ((peaks, 0.15, "C7", "peak"), (states, -0.15, "C1", "state")):
@@ -108,7 +108,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_title("MiB a rank")
 
 
-def _differences(axes: Axes, rows: Sequence[Row]) -> None:
+def _differences(axes: Axes, rows: Sequence[StrategyTiming]) -> None:
     """Draw differences on a logarithmic axis; write a 0, as it has no place there."""
     axes.set_title("largest difference of a weight")
     axes.set_xscale("log")

@@ -9,11 +9,11 @@ from harness.runs.records import reading
 from harness.runs.session import Session
 from harness.studies import study
 from lab.studies.pipeline.cases import ONE, Case, Cases, Cut, Options
-from lab.studies.pipeline.measure import Bench, Noise, Row, Task, Timeline
+from lab.studies.pipeline.measure import Bench, Noise, StepTiming, Task, Timeline
 from lab.studies.pipeline.report import mean_seconds, report
 
 
-class Study(study.Study[Row]):
+class Study(study.Study[StepTiming]):
     """Measures ways to compute a step; rows are named by `name`, timelines of pipelines are in timelines.json."""
 
     needed = ONE
@@ -27,7 +27,7 @@ class Study(study.Study[Row]):
             with reading(self._file, "out", "timelines of pipelines, or no such file"):
                 self.timelines = dict(json.loads(read_text(self._file)))
 
-    def line(self, row: Row) -> str:
+    def line(self, row: StepTiming) -> str:
         return f"{row['name']:52} {mean_seconds(row):8.3f} s a step"
 
     def run(self, bench: Bench, cases: Cases) -> None:
@@ -47,7 +47,7 @@ class Study(study.Study[Row]):
         self.finish(report(self.header, rows, self.timelines, by_name, size, self.missing(cases.unfit)))
 
     def _measure(self, bench: Bench, cases: Mapping[str, Case]) -> None:
-        def measure_case(case: Case) -> Row:
+        def measure_case(case: Case) -> StepTiming:
             row, timeline = bench.measure(case)
             row["speedup"] = mean_seconds(self.rows.get(ONE, row)) / mean_seconds(row)
             row["share_of_bound"] = None if case.bubble_bound is None else row["speedup"] / case.bubble_bound

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,43 +18,35 @@ ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank: theirs is the 
 QUICK = {"batch_size": 8, "image_size": 32, "num_classes": 10, "split_sizes": [2, 4], "repeats": 2, "batches": 1}
 MAX_COUNT = 2**20  # of anything that is counted
 TUTORIALS_CUT = "model.layer2"
+COUNT = cli.Limit(lambda value: 1 <= value <= MAX_COUNT, f"at least 1, at most {MAX_COUNT}")
 
 
 @dataclass
 class Options(cli.OneSeedOptions):
-    """Options of the study; sizes are the tutorial's.
+    """Options of the study; sizes are the tutorial's."""
 
-    Args:
-        exact: none; each row has other micro-batches, and no weights are compared.
-        batch_size: images of a step.
-        image_size: their height and width.
-        num_classes: outputs of the net.
-        split_sizes: images of a micro-batch.
-        repeats: how often each row is timed.
-        batches: steps that are timed together.
-        cut_after: path of the layer after which the net is cut in two, beside the cut of --trainer.strategy.balance.
-        quick: take small sizes wherever none are given.
-    """
-
-    batch_size: int = 120
-    image_size: int = 128
-    num_classes: int = 1000
-    split_sizes: list[int] = field(
-        default_factory=lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60], metadata=cli.GROWS.metadata
-    )
-    repeats: int = 10
-    batches: int = 3
+    batch_size: int = cli.option(120, COUNT)
+    """images of a step."""
+    image_size: int = cli.option(128, COUNT)
+    """their height and width."""
+    num_classes: int = cli.option(1000, COUNT)
+    """outputs of the net."""
+    split_sizes: list[int] = cli.option(lambda: [1, 3, 5, 8, 10, 12, 20, 40, 60], on_resume=cli.GROWS)
+    """images of a micro-batch."""
+    repeats: int = cli.option(10, COUNT)
+    """how often each row is timed."""
+    batches: int = cli.option(3, COUNT)
+    """steps that are timed together."""
     cut_after: str | None = TUTORIALS_CUT
+    """path of the layer after which the net is cut in two, beside the cut of `trainer.strategy.balance`."""
     quick: bool = False
+    """take small sizes wherever none are given."""
     quick_values: ClassVar[Mapping[str, Any]] = QUICK
     idle: ClassVar[Collection[str]] = ("checkpoint_every",)
     why_inexact: ClassVar[str] = "each row has other micro-batches"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "image_size", "num_classes", "repeats", "batches"):
-            if not 1 <= getattr(self, name) <= MAX_COUNT:
-                raise BadInput(name, getattr(self, name), f"at least 1, at most {MAX_COUNT}")
         sizes = self.split_sizes
         if not sizes or len(set(sizes)) < len(sizes) or not all(1 <= size < self.batch_size for size in sizes):
             raise BadInput("split_sizes", sizes, f"numbers from 1 to {self.batch_size - 1}, none of them twice")
@@ -101,7 +93,7 @@ class Cases:
         self._trainer, self._schedules = options.trainer, schedules
         self._batch_size, self._split_sizes = options.batch_size, options.split_sizes
         self._strategy = _pipeline_strategy(self._trainer)
-        left_out = dict.fromkeys(DURATION, "--repeats says how long a row is measured")
+        left_out = dict.fromkeys(DURATION, "`repeats` says how long a row is measured")
         left_out["gradient_clip_val"] = "one device clips no gradients of micro-batches"
         trainer = probe(self._trainer, self._strategy, left_out)
         self.devices = trainer.num_devices
@@ -190,7 +182,7 @@ def _pipeline_strategy(trainer: cli.Choice) -> cli.Choice:
         raise BadInput("trainer.accumulate_grad_batches", accumulate, "1: a step is timed")
     count, replicas = (strategy.init_args[name] for name in ("num_microbatches", "data_parallel_size"))
     if count is not None:
-        raise BadInput("trainer.strategy.num_microbatches", count, "it left out: --split_sizes")
+        raise BadInput("trainer.strategy.num_microbatches", count, "not allowed, as `split_sizes` gives it")
     if replicas != 1:
         raise BadInput("trainer.strategy.data_parallel_size", replicas, "1: one pipeline")
     return replace(strategy, init_args=strategy.init_args | {"timeout": TIMEOUT})

@@ -26,7 +26,7 @@ LEARNING_RATE = 0.001  # the tutorial's
 WARMUP = 2  # steps: the first also allocates, chooses kernels and exchanges the shapes of activations
 
 
-class Row(TypedDict):
+class StepTiming(TypedDict):
     """A measured case."""
 
     name: str
@@ -134,7 +134,7 @@ class Bench:
     batches: int  # steps that are timed together
     repeats: int  # how often
 
-    def measure(self, case: Case) -> tuple[Row, Timeline]:
+    def measure(self, case: Case) -> tuple[StepTiming, Timeline]:
         """Measure a case and return its row and its timeline; the study sets the row's speed-up."""
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # The tutorial's ResNet has layers that train to other weights in a pipeline: it is only timed
@@ -144,7 +144,7 @@ class Bench:
             # Makes the module in the process that trains it, as it may be on GPUs
             fit_isolated(trainer, lambda: trainer.fit(self.make(case), self.loader(steps.steps)), threads=1)
             ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(case.devices)]
-        row: Row = {
+        row: StepTiming = {
             "name": case.name,
             "schedule": case.schedule,
             "num_microbatches": case.num_microbatches,

@@ -5,14 +5,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness import cli
 from harness.reports.figures import GREY, Axes, figure
 from harness.reports.report import Code, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, join_words, paragraph, short
 from harness.studies.study import StudyHeader
 from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
-from lab.studies.pipeline.measure import Event, Row, Timeline
+from lab.studies.pipeline.measure import Event, StepTiming, Timeline
 
-Measured = Sequence[tuple[Case, Row]]  # cases with their rows
+Measured = Sequence[tuple[Case, StepTiming]]  # cases with their rows
 KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
 COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
 SHADES = (1.0, 0.6, 0.8, 0.4)  # of a rank's stages
@@ -35,14 +36,14 @@ SPEED = "![seconds a step, and speed-up against the size of micro-batches](resul
 TIMELINE = "![who computes what when in a step](timeline.png)"
 
 
-def mean_seconds(row: Row) -> float:
+def mean_seconds(row: StepTiming) -> float:
     """Return the mean seconds of a step."""
     return statistics.mean(row["seconds_per_step"])
 
 
 def report(
     header: StudyHeader,
-    rows: Sequence[Row],
+    rows: Sequence[StepTiming],
     timelines: Mapping[str, Timeline],
     cases: Mapping[str, Case],
     size: int | None,
@@ -89,7 +90,7 @@ def table(config: Mapping[str, Any], measured: Measured) -> Table:
     return columns(cells, measured)
 
 
-def _seconds(row: Row) -> str:
+def _seconds(row: StepTiming) -> str:
     spread = f" ± {statistics.stdev(row['seconds_per_step']):.2g}" if len(row["seconds_per_step"]) > 1 else ""
     return short(mean_seconds(row)) + spread
 
@@ -110,8 +111,8 @@ def advice(measured: Measured, timelines: Mapping[str, Timeline]) -> list[Part]:
     case = min(pipelines, key=means.__getitem__)
     sizes = {name: steps["sizes"] for name, steps in timelines.items()}
     options = {"schedule": case.schedule, "num_microbatches": case.num_microbatches, "balance": sizes[case.name]}
-    flags = [f"--trainer.strategy.{name} {value}".replace(", ", ",") for name, value in options.items()]
-    command = " ".join([f"--trainer.devices {case.devices} --trainer.strategy pipeline", *flags])
+    flags = {f"trainer.strategy.{name}": str(value).replace(", ", ",") for name, value in options.items()}
+    command = " ".join(cli.argv_of({"trainer.devices": case.devices, "trainer.strategy": "pipeline", **flags}))
     code = f"PipelineStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
     sentences = [f"Recommended on this machine: {case.name}, {short(means[case])} s a step."]
     limit = means[case] + statistics.pstdev(pipelines[case]["seconds_per_step"])

@@ -1,49 +1,22 @@
 """Attention of queries, keys and values, by torch's kernels or written out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention.bands import cut_bands, join_bands, uses_bands
 from lit_modules.nets.attention.flex import attend_flex
+from lit_modules.nets.attention.form import Form
 from lit_modules.nets.attention.heads import of_rank
-from lit_modules.nets.attention.kernels import Backend, check_backend, restrict_kernels, use_kernel
+from lit_modules.nets.attention.kernels import restrict_kernels, use_kernel
 from lit_modules.nets.attention.masks import CausalMask
 
 WRITTEN = {"auto", "math"}  # backends whose weights are written out where some are dropped
 Drop: TypeAlias = Callable[[Tensor], Tensor] | float  # what drops weights, or the probability for a kernel to do so
-
-
-@dataclass
-class Form:
-    """How scores are made, and which kernel computes them.
-
-    Args:
-        scale: of q · k; None for 1 / √(width of a key).
-        softcap: c of scores c · tanh(score / c), before the mask (Gemma 2, arXiv:2408.00118); None for none.
-        backend: the kernel.
-
-    Raises:
-        BadInput: a value can't be used, or the kernel has no softcap.
-    """
-
-    scale: float | None = None
-    softcap: float | None = None
-    backend: Backend = "auto"
-
-    def __post_init__(self) -> None:
-        check_backend(self.backend)
-        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
-            if value is not None and not 0 < value < float("inf"):
-                raise BadInput(name, value, "a number above 0, or None")
-        if self.softcap is not None and self.backend not in {"auto", "math", "flex"}:
-            raise BadInput("backend", self.backend, "auto, math or flex: no other kernel has a softcap")
 
 
 def attend(
@@ -57,13 +30,13 @@ def attend(
     Raises:
         BadInput: the backend has no kernel for this input, with torch's reasons.
     """
-    if form.backend == "flex" and len(query) and not callable(dropout):
+    if form.backend == "flex" and query.shape[0] and not callable(dropout):
         return attend_flex(query, key, value, mask, causal, dropout, form.scale, form.softcap)
     if isinstance(mask, CausalMask):
         if uses_bands(mask, query.shape[2]) and not callable(dropout):
             parts = cut_bands(query, key, value, mask)
             mixed = [attend(*part[:3], form, part[3], False, dropout) for part in parts]
-            return join_bands(mixed, len(query))
+            return join_bands(mixed, query.shape[0])
         mask = mask.tensor(query.shape[2], query.device)
     if callable(dropout) or form.softcap is not None:
         weights = attention_weights(query, key, form, mask, causal)
@@ -71,7 +44,7 @@ def attend(
     groups = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if groups > 1 and query.shape[2] == 1 and not query.is_nested:
         # One query: those of a group as rows of one head read its keys once, in half of the time of `enable_gqa`.
-        packed, mask = query.reshape(len(query), -1, groups, query.shape[3]), _pack(mask, groups)
+        packed, mask = query.reshape(query.shape[0], -1, groups, query.shape[3]), _pack(mask, groups)
         return attend(packed, key, value, form, mask, False, dropout).reshape(*query.shape[:3], value.shape[3])
     if groups > 1 and query.is_cuda and (mask is not None or query.dtype in {torch.float32, torch.float64}):
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))  # else torch takes its math kernel
@@ -116,7 +89,7 @@ def _pack(mask: Tensor | None, groups: int) -> Tensor | None:
     """Return a mask for one query as one for its group's rows."""
     if mask is None or mask.dim() == 2 or mask.shape[1] == 1:
         return mask
-    return mask.reshape(len(mask), -1, groups, mask.shape[3])
+    return mask.reshape(mask.shape[0], -1, groups, mask.shape[3])
 
 
 class DropsWeights(nn.Module):
@@ -143,7 +116,7 @@ class DropsWeights(nn.Module):
             return self.noise.p
 
         def drop(weights: Tensor) -> Tensor:
-            factors: Tensor = self.noise(weights.new_ones(len(weights), heads, *weights.shape[2:]))
+            factors: Tensor = self.noise(weights.new_ones(weights.shape[0], heads, *weights.shape[2:]))
             return weights * of_rank(factors, weights.shape[1], layer)
 
         return drop

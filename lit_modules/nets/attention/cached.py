@@ -34,11 +34,17 @@ class CachedAttention(nn.Module):
         self.check_cache(cache, mask)
 
     def check_cache(self, cache: Cache | None, mask: Tensor | None) -> None:
-        """Raise BadInput for a cache beside a mask, or of attention that is not causal."""
+        """Raise BadInput for a cache beside a mask, of another window, or of attention that is not causal."""
         if cache is not None and not self.causal:
             raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
-        if cache is not None and mask is not None:
+        if cache is None:
+            return
+        if not isinstance(cache, Cache):
+            raise BadInput("cache", type(cache).__name__, f"what new_cache() of {type(self).__name__} makes")
+        if mask is not None:
             raise BadInput("mask", tuple(mask.shape), "None with a cache, whose `padding` says what is no text")
+        if cache.window is not None and (cache.window, cache.sinks) != (self.window, self.sinks):
+            raise BadInput("cache", f"a Cache of window {cache.window}", f"the layer's window, {self.window}")
 
     def narrow_mask(
         self, x: Tensor, mask: Tensor | None, heads: int, dtype: torch.dtype
@@ -46,5 +52,5 @@ class CachedAttention(nn.Module):
         """Narrow a mask for so many heads to earlier tokens; also return the queries that see nothing."""
         if mask is None:
             return None, None
-        mask = check_mask(mask, len(x), heads, x.shape[1], x.shape[1])
+        mask = check_mask(mask, x.shape[0], heads, x.shape[1], x.shape[1])
         return narrow(mask if mask.dtype == torch.bool else mask.to(dtype), self.causal, self.window, self.sinks)

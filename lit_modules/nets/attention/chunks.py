@@ -1,11 +1,16 @@
 """Tokens cut into chunks, as the chunked forms of linear attention compute them, and which texts tokens belong to."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
+from apprentice.private import scan_dimension
 from lit_modules.nets.attention.masks import mask_texts
+
+Step = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class Chunks:
@@ -15,7 +20,7 @@ class Chunks:
     state is of; without it all tokens continue the text of the state before them.
 
     Args:
-        length: T, at least 1.
+        length: T; 0 makes no chunk.
         size: C; one chunk of T if T is smaller.
         starts: (B, T) int64, the place of the first token of each token's text; below 0 for one before these T.
         device: of the tokens.
@@ -25,7 +30,7 @@ class Chunks:
     """
 
     def __init__(self, length: int, size: int, starts: Tensor | None, device: torch.device) -> None:
-        self.length, self.size = length, min(size, length)
+        self.length, self.size = length, max(min(size, length), 1)
         self.filling = -length % self.size
         self.earlier = torch.ones(self.size, self.size, dtype=torch.bool, device=device).tril()
         self._continues: Tensor | None = None  # (B, 1, n, C, 1), whether a token is of the text before its chunk
@@ -64,11 +69,28 @@ def scan(factors: Tensor, summands: Tensor, state: Tensor) -> tuple[Tensor, Tens
 
     Chunk by chunk: state ← factor · state + summand, with factors (B, H, n, f or 1, e or 1).
     """
-    before = []
-    for factor, summand in zip(factors.unbind(2), summands.unbind(2), strict=True):
-        before.append(state)
-        state = factor * state + summand
-    return torch.stack(before, 2), state
+    return fold(lambda before, parts: (before, parts[0] * before + parts[1]), state, factors, summands)
+
+
+def fold(step: Step, state: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a step's outputs (B, H, n, ...) for each of n chunks, and the state (B, H, f, e) after the last.
+
+    Args:
+        step: makes an output (B, H, ...) and the next state of the state and a chunk's parts.
+        state: before the first chunk.
+        parts: (B or 1, H or 1, n, ...) each.
+    """
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        # The compiler would unroll the loop, to a graph for each number of chunks.
+        return scan_dimension(step, state, parts, 2)
+    if not parts[0].shape[2]:
+        output, _ = step(state, [x.sum(2) for x in parts])  # of the shape that a chunk's has
+        return output[:, :, None][:, :, :0], state
+    outputs = []
+    for chunk in zip(*(x.unbind(2) for x in parts), strict=True):
+        output, state = step(state, chunk)
+        outputs.append(output)
+    return torch.stack(outputs, 2), state
 
 
 def restart(state: Tensor, starts: Tensor | None, place: int) -> Tensor:

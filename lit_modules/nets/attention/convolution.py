@@ -38,7 +38,7 @@ class ShortConvolution(nn.Module):
         """
         length, places = x.shape[1], torch.arange(x.shape[1], device=x.device)
         if before is None:
-            before = x.new_zeros(len(x), self.width - 1, x.shape[2])
+            before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         x = torch.cat([before, x], 1)
         total: Tensor | None = None
         for back in range(self.width):

@@ -8,9 +8,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
+from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
+from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_heads, of_rank
-from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.masks import check_mask, narrow
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
@@ -118,7 +118,7 @@ class CrossAttention(DropsWeights):
         query = self.query(x).unflatten(-1, (-1, self.head_dim))
         query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
         if mask is not None:
-            mask = check_mask(mask, len(x), self.num_heads, x.shape[1], memory.keys.shape[2])
+            mask = check_mask(mask, x.shape[0], self.num_heads, x.shape[1], memory.keys.shape[2])
             mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
         if memory.present is not None:
             present = memory.present[:, None, None]

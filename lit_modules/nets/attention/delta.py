@@ -1,12 +1,13 @@
 """The delta rule (DeltaNet, Yang et al. 2024, 2406.06484), gated (Gated DeltaNet, 2412.06464) or not."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_modules.nets.attention.chunks import Chunks, restart
+from lit_modules.nets.attention.chunks import Chunks, fold, restart
 from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.attention.recurrent import GatedNorm, RecurrentMixer
 
@@ -61,13 +62,14 @@ def chunked(
     u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
     weights, queries, end = q @ k.mT * kept, q * read, b[..., -1:, :]
     keys, factors = chunks.writes(k * (end - b).exp()).mT, chunks.passes(end.exp())
-    outputs = []
-    parts = (x.unbind(2) for x in (u, w, weights, queries, keys, factors))
-    for u_n, w_n, weights_n, queries_n, keys_n, factor in zip(*parts, strict=True):
-        new = u_n - w_n @ state
-        outputs.append(queries_n @ state + weights_n @ new)
-        state = factor * state + keys_n @ new
-    return chunks.join(torch.stack(outputs, 2)), state
+
+    def step(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        u, w, weights, queries, keys, factor = parts
+        new = u - w @ state
+        return queries @ state + weights @ new, factor * state + keys @ new
+
+    outputs, state = fold(step, state, u, w, weights, queries, keys, factors)
+    return chunks.join(outputs), state
 
 
 def parallel(

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.attend import Form, attend, attention_weights
+from lit_modules.nets.attention.attend import attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_heads
-from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.precision import widen
+from lit_modules.nets.attention.rms_norm import check_eps
 
 DEVIATION = 0.1  # of the first numbers that make λ
 
@@ -66,6 +67,7 @@ class DifferentialAttention(CachedAttention):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if position is not None and self.head_dim % 2:
             raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
+        check_eps(eps=eps)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.position, self.form = position, Form(scale, None, backend)
         query, key = (heads // 2 * self.head_dim for heads in (num_heads, self.num_kv_heads))

@@ -30,7 +30,7 @@ def attend_flex(
     if isinstance(mask, CausalMask):
         blocks, slopes = _blocks_of(query.shape[2], mask.window, mask.sinks, query.device), mask.slopes
     elif mask is not None:
-        shape = len(query), query.shape[1], query.shape[2], key.shape[2]
+        shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
         bias = mask.expand(shape)
     elif causal:
         blocks = _blocks_of(query.shape[2], None, 0, query.device)

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +13,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from apprentice.errors import BadInput, first_line
+from lit_modules.nets.attention.form import check_backend
 
-Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex"]  # flex: see `flex`, not of this function
 KERNELS = {
     "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
 NO_KERNEL = re.compile("No available kernel|No viable backend")
 SELECTABLE = ("cpu", "cuda", "xpu", "meta")  # devices on which torch follows the choice of a kernel
-
-
-def check_backend(backend: str) -> None:
-    """Raise BadInput for an unknown backend."""
-    if backend not in get_args(Backend):
-        raise BadInput("backend", backend, f"one of {', '.join(get_args(Backend))}")
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
+from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_widths
-from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.rms_norm import RMSNorm
 

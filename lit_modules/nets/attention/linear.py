@@ -1,7 +1,8 @@
 """Linear attention (Katharopoulos et al. 2020, 2006.16236): a feature map of q and k in place of the softmax."""
 
 import math
-from typing import Literal, get_args
+from functools import partial
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,15 @@ from lit_modules.nets.attention.chunks import Chunks, restart, scan
 from lit_modules.nets.attention.recurrent import RecurrentMixer, State
 
 FeatureMap = Literal["elu", "hedgehog", "taylor"]
+# Added to each denominator. Published codes add 1e-6 (Katharopoulos et al.), 1e-10 (flash-linear-attention) or 1e-12
+# (Based, LoLCATs), which is what sums of rather distant queries and keys are; this rounds away beside any above 1e-12.
+EPSILON = 1e-20
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None, least: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Token by token: S ← S + k [v, 1]ᵀ; o = q S without its last column, divided by that.
+    """Token by token: S ← S + k [v, 1]ᵀ; o = q S without its last column, divided by that (see `normalise`).
 
     Args:
         q: (B, H, T, f), features φ(q) of queries.
@@ -25,6 +29,7 @@ def recurrent(
         v: (B, H, T, e), values.
         state: (B, H, f, e + 1), after the tokens before these; zeros if None.
         starts: (B, T) int64, where each token's text begins, below 0 for one that continues; None: all continue.
+        least: the smallest value of φ(q)·φ(k).
 
     Returns:
         (B, H, T, e) and the state after the last token.
@@ -34,12 +39,13 @@ def recurrent(
     for place, (query, key, value) in enumerate(zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)):
         state = restart(state, starts, place) + key[..., :, None] * value[..., None, :]
         outputs.append((query[..., None, :] @ state)[..., 0, :])
-    return normalise(torch.stack(outputs, 2)), state
+    return normalise(torch.stack(outputs, 2), least), state
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None, chunk: int = 64
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None, chunk: int = 64,
+    least: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """In chunks: Q S + tril(Q Kᵀ) V, and S ← S + Kᵀ V. As `recurrent`, in time and memory linear in T."""
     chunks = Chunks(q.shape[2], chunk, starts, q.device)
     v, state = _with_ones(q, v, state)
@@ -47,17 +53,17 @@ def chunked(
     inside = (q @ k.mT * chunks.earlier) @ v
     factors = chunks.passes(q.new_ones(1, 1, q.shape[2], 1, 1))
     before, state = scan(factors, chunks.writes(k).mT @ v, state)
-    return normalise(chunks.join(inside + chunks.reads(q) @ before)), state
+    return normalise(chunks.join(inside + chunks.reads(q) @ before), least), state
 
 
 def parallel(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, starts: Tensor | None = None, least: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """All tokens at once, the weights (T, T) held: one chunk."""
-    return chunked(q, k, v, state, starts, q.shape[2])
+    return chunked(q, k, v, state, starts, q.shape[2], least)
 
 
-def unordered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def unordered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, least: float = 0.0) -> Tensor:
     """Without an order of tokens: S = Kᵀ [V, 1] over all of them, o = Q S without its last column, divided by that.
 
     Args:
@@ -65,12 +71,13 @@ def unordered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
         k: (B, H, T, f), of keys.
         v: (B, H, T, e), values.
         mask: (B, T) bool, false for padding, which no token reads.
+        least: the smallest value of φ(q)·φ(k).
 
     Returns:
         (B, H, T, e), in time and memory linear in T.
     """
     k = k if mask is None else k * mask[:, None, :, None]
-    return normalise(q @ (k.mT @ F.pad(v, (0, 1), value=1.0)))
+    return normalise(q @ (k.mT @ F.pad(v, (0, 1), value=1.0)), least)
 
 
 def _with_ones(q: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -79,24 +86,37 @@ def _with_ones(q: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tens
     return v, v.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if state is None else state
 
 
-def normalise(x: Tensor) -> Tensor:
-    """Divide (..., e + 1) by its last column. Features of far apart q and k may have a product that rounds to 0."""
-    return x[..., :-1] / x[..., -1:].clamp(min=torch.finfo(x.dtype).tiny)
+def normalise(x: Tensor, least: float | Tensor = 0.0) -> Tensor:
+    """Divide (..., e + 1) by its last column, a sum of weights, plus EPSILON.
+
+    Products of features may round to 0, all of a sum, or below `least`, which no such sum is less than; half of it is
+    the least that is taken. So outputs and gradients are finite.
+    """
+    return x[..., :-1] / (x[..., -1:].clamp(min=least / 2) + EPSILON)
+
+
+def normalise_weights(weights: Tensor, least: float | Tensor = 0.0) -> Tensor:
+    """Divide weights (..., T) by their sum, as `normalise` does what they mix."""
+    return normalise(torch.cat([weights, weights.sum(-1, keepdim=True)], -1), least)
 
 
 class Elu(nn.Module):
     """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020): (..., d) -> (..., d)."""
+
+    least: ClassVar[float] = 0.0  # of φ(q)·φ(k)
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.width = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.elu(x) + 1
+        return F.relu(x) + x.where(x <= 0, 0).exp()  # elu(x) + 1 rounds to 0 below -17
 
 
 class Hedgehog(nn.Module):
     """φ(x) = softmax of [W x, -W x] (Zhang et al. 2024, 2402.04347), W of each head and first I: d -> 2 d."""
+
+    least: ClassVar[float] = 0.0
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -111,6 +131,8 @@ class Hedgehog(nn.Module):
 
 class Taylor(nn.Module):
     """φ(q)·φ(k) = 1 + s + s² / 2, s = q·k / √d (Based, Arora et al. 2024, 2402.18668): d -> 1 + d + d²."""
+
+    least: ClassVar[float] = 0.5  # where s = -1; rounded sums of large terms may be below
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -144,8 +166,6 @@ class LinearAttention(RecurrentMixer):
         BadInput: a value can't be used; without an order of tokens, a convolution, a cache or a mask of texts.
     """
 
-    recurrent, chunked = staticmethod(recurrent), staticmethod(chunked)
-
     def __init__(
         self,
         embed_dim: int,
@@ -164,6 +184,8 @@ class LinearAttention(RecurrentMixer):
             raise BadInput("feature_map", feature_map, f"one of {', '.join(get_args(FeatureMap))}")
         self.query_map = MAPS[feature_map](num_heads, self.head_dim)
         self.key_map = MAPS[feature_map](num_heads, self.head_dim)
+        self.least = self.key_map.least
+        self.recurrent, self.chunked = partial(recurrent, least=self.least), partial(chunked, least=self.least)
 
     def forward(self, x: Tensor, cache: State | None = None, mask: Tensor | None = None) -> Tensor:
         """As that of every `RecurrentMixer`, or without an order of tokens."""
@@ -175,7 +197,7 @@ class LinearAttention(RecurrentMixer):
         projected = self.qkv(x)
         (query, key, value), _ = self._heads(projected, None, None)
         with torch.autocast(x.device.type, enabled=False):
-            mixed = unordered(*self.features(query, key), value, mask)
+            mixed = unordered(*self.features(query, key), value, mask, self.least)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2).to(projected.dtype))
         return output
 
@@ -193,7 +215,7 @@ class LinearAttention(RecurrentMixer):
         with torch.autocast(x.device.type, enabled=False):
             query, key = self.features(query, key)
             products = query @ key.mT if mask is None else query @ key.mT * mask[:, None, None]
-            return products / products.sum(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
+            return normalise_weights(products, self.least)
 
     def _check_padding(self, x: Tensor, mask: Tensor | None) -> None:
         """Raise BadInput unless a mask says what is padding, of tokens without an order."""

@@ -21,6 +21,9 @@ SCALINGS: dict[str, tuple[set[str], set[str]]] = {
     }),
 }  # fmt: skip
 
+BETAS = {"beta_fast": 32, "beta_slow": 1}  # of yarn, unless given
+RANGES = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -47,6 +50,8 @@ class Rotary:
     def __post_init__(self) -> None:
         if not 1 < self.base < math.inf:
             raise BadInput("base", self.base, "more than 1")
+        if self.scaling is not None and not isinstance(self.scaling, Mapping):
+            raise BadInput("scaling", self.scaling, "a mapping, as {rope_type: linear, factor: 4}")
         options = {key: value for key, value in self._options.items() if value is not None}
         if self._kind not in SCALINGS:
             kinds = ", ".join(SCALINGS)
@@ -62,6 +67,11 @@ class Rotary:
         wrong = [key for key, value in numbers.items() if not isinstance(value, int | float) or not value > 0]
         if wrong:
             raise BadInput(f"scaling.{wrong[0]}", options[wrong[0]], "a number above 0")
+        if self._kind in RANGES:
+            low, high = RANGES[self._kind]
+            given = BETAS | options
+            if not given[high] > given[low]:
+                raise BadInput(f"scaling.{high}", given[high], f"more than {low}, {given[low]}")
 
     @property
     def _kind(self) -> str:
@@ -114,7 +124,7 @@ class Rotary:
         def pair(turns: float) -> float:
             return width * math.log(options[LENGTH] / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        low, high = pair(options.get("beta_fast") or 32), pair(options.get("beta_slow") or 1)
+        low, high = (pair(options.get(name) or BETAS[name]) for name in ("beta_fast", "beta_slow"))
         if options.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)

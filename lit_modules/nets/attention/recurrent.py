@@ -112,7 +112,7 @@ class RecurrentMixer(nn.Module):
         gates = [widen(gate) for gate in self.gates(x)]
         with torch.autocast(x.device.type, enabled=False):
             one = cache is not None and x.shape[1] == 1
-            form = type(self).recurrent if one else type(self).chunked
+            form = self.recurrent if one else self.chunked
             options = {} if one else {"chunk": self.chunk}
             mixed, memory = form(*self.features(q, k), v, *gates, state=memory, starts=starts, **options)
         if cache is not None:
@@ -130,7 +130,7 @@ class RecurrentMixer(nn.Module):
         gates = [widen(gate) for gate in self.gates(x)]
         one_hot = torch.eye(x.shape[1], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
         with torch.autocast(x.device.type, enabled=False):  # outputs are linear in the values
-            weights, _ = type(self).chunked(*self.features(q, k), one_hot, *gates, starts=starts, chunk=self.chunk)
+            weights, _ = self.chunked(*self.features(q, k), one_hot, *gates, starts=starts, chunk=self.chunk)
         return weights
 
     def _heads(

@@ -1,8 +1,11 @@
 """RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from lit_modules.nets.attention.precision import widen
 
 
@@ -20,6 +23,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
         super().__init__()
+        check_eps(eps=eps)
         self.eps, self.unit_offset = eps, unit_offset
         self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
 
@@ -32,3 +36,10 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}, unit_offset={self.unit_offset}"
+
+
+def check_eps(**values: float) -> None:
+    """Raise BadInput for an epsilon of a norm, by its name, that is not 0 or more."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise BadInput(name, value, "0 or more")

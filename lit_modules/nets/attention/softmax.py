@@ -1,19 +1,16 @@
 """Multi-head self-attention (Vaswani et al. 2017) with a choice of torch's kernels, and the forms of later models."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.attention.attend import DropsWeights, Form, attend, attention_weights
+from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_heads, of_rank
-from lit_modules.nets.attention.kernels import Backend
 from lit_modules.nets.attention.masks import CausalMask, visible
 from lit_modules.nets.attention.positions import Alibi, Position, Rotary, alibi_bias
 from lit_modules.nets.attention.rms_norm import RMSNorm
@@ -169,8 +166,6 @@ class SelfAttention(CachedAttention, DropsWeights):
             if x.is_nested:
                 raise BadInput("cache", "a Cache", "None, but for causal attention over texts of one length (B, T, D)")
             self.check_cache(cache, mask)
-            if cache.window is not None and (cache.window, cache.sinks) != (self.window, self.sinks):
-                raise BadInput("cache", f"a Cache of window {cache.window}", f"the layer's window, {self.window}")
         if x.is_nested and mask is not None:
             raise BadInput("mask", "with nested tensors", "texts of one length (B, T, D), padded and masked")
 
@@ -297,17 +292,3 @@ def _check_window(causal: bool, window: int | None, sinks: int) -> None:
         raise BadInput("window", window, "at least 1, the token itself")
     if sinks < 0 or (sinks and window is None):
         raise BadInput("sinks", sinks, "0 without a window" if sinks > 0 else "at least 0")
-
-
-@contextmanager
-def any_kernel(module: nn.Module) -> Iterator[None]:
-    """Inside, attention in this module may use any kernel, to learn shapes on another device than that of training."""
-    forms = [form for m in module.modules() if isinstance(form := getattr(m, "form", None), Form)]
-    backends = [form.backend for form in forms]
-    for form in forms:
-        form.backend = "auto"
-    try:
-        yield
-    finally:
-        for form, backend in zip(forms, backends, strict=True):
-            form.backend = backend

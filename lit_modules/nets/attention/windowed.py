@@ -1,8 +1,6 @@
 """Softmax in a window and linear attention beyond it (LoLCATs, Zhang et al. 2024, arXiv:2410.10254)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +10,10 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, find_starts, scan
 from lit_modules.nets.attention.heads import check_heads
-from lit_modules.nets.attention.linear import MAPS, FeatureMap, normalise
+from lit_modules.nets.attention.linear import MAPS, FeatureMap, normalise, normalise_weights
+from lit_modules.nets.attention.parts import InParts
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.precision import widen
-
-Part = Literal["both", "window", "linear"]
 
 
 class Heads(NamedTuple):
@@ -34,8 +31,9 @@ class Heads(NamedTuple):
 
 
 def parallel(
-    x: Heads, window: int, share: Tensor, state: Tensor, starts: Tensor | None = None, linear: bool = True
-) -> Tensor:
+    x: Heads, window: int, share: Tensor, state: Tensor, starts: Tensor | None = None, linear: bool = True,
+    least: float = 0.0,
+) -> Tensor:  # fmt: skip
     """All weights at once: share · exp(q·k) for keys in the window, φ(q)·φ(k) for earlier ones, divided by their sum.
 
     Args:
@@ -45,6 +43,7 @@ def parallel(
         state: (B, H, f, e), sum of φ(k) vᵀ over earlier tokens than these.
         starts: (B, T) int64, the first place of each token's text, below 0 for one before these; None: before all.
         linear: whether tokens beyond the window count.
+        least: the smallest value of φ(q)·φ(k).
 
     Returns:
         (B, H, t, e - 1).
@@ -56,7 +55,7 @@ def parallel(
         if starts is not None:
             read = read * (starts[:, -read.shape[2] :] < 0)[:, None, :, None]
         mixed = mixed + read
-    return normalise(mixed)
+    return normalise(mixed, least_sum(window, share, least))
 
 
 def weights_of(x: Heads, window: int, share: Tensor, starts: Tensor | None = None, linear: bool = True) -> Tensor:
@@ -70,7 +69,7 @@ def weights_of(x: Heads, window: int, share: Tensor, starts: Tensor | None = Non
 
 def chunked(
     x: Heads, window: int, share: Tensor, state: Tensor, starts: Tensor | None = None, linear: bool = True,
-    size: int = 64,
+    size: int = 64, least: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """As `parallel`, in time and memory linear in T: a chunk's queries see it, the one before, and the state."""
     length, device = x.key.shape[2], x.key.device
@@ -84,7 +83,7 @@ def chunked(
     same_text = [has_before, torch.ones_like(has_before)]
     if starts is not None:
         filled = torch.cat([starts, starts[:, -1:].expand(-1, chunks.filling)], 1).unflatten(1, (-1, size))
-        shifted = F.pad(filled[:, :-1], (0, 0, 1, 0), value=-2 - length)
+        shifted = F.pad(filled, (0, 0, 1, 0), value=-2 - length)[:, :-1]
         same_text = [
             (filled[..., :, None] == keys[..., None, :])[:, None] & there
             for keys, there in zip((shifted, filled), same_text, strict=True)
@@ -98,12 +97,17 @@ def chunked(
     if linear:
         factors = chunks.passes(own.key.new_ones(1, 1, count, 1, 1))
         before, _ = scan(factors, chunks.writes(own.key_map).mT @ own.value, state)
-        read = own.query_map @ torch.cat([state[:, :, None], before[:, :, :-1]], 2)  # before the previous chunk
+        read = own.query_map @ torch.cat([state[:, :, None], before], 2)[:, :, :-1]  # before the previous chunk
         if starts is not None:
             begin = (torch.arange(count, device=device) - 1).clamp(min=0) * size
             read = read * (filled < begin[:, None])[:, None, ..., None]
         mixed = mixed + read
-    return normalise(chunks.join(mixed))
+    return normalise(chunks.join(mixed), least_sum(window, share, least))
+
+
+def least_sum(window: int, share: Tensor, least: float) -> float | Tensor:
+    """Return what no sum of weights is less than: the window's largest is its share times 1, and holds the token."""
+    return share.detach() if window else least
 
 
 def _weigh(
@@ -122,7 +126,7 @@ def _weigh(
 
 def _shift(x: Tensor) -> Tensor:
     """Give each chunk (B, H, n, C, d) the one before it, and the first one zeros."""
-    return F.pad(x[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    return F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1]
 
 
 class WindowCache:
@@ -178,7 +182,7 @@ class WindowCache:
         self.near = Heads(*(part[:, :, leaving:] for part in x._replace(query=x.key, query_map=x.key_map)))
 
 
-class WindowedLinearAttention(nn.Module):
+class WindowedLinearAttention(InParts, nn.Module):
     """Causal attention with softmax weights in a window and weights φ(q)·φ(k) beyond it, divided by the sum of both.
 
     o_i = (Σ_near γ exp(s_ij - c_i) v_j + Σ_far φ(q_i)·φ(k_j) v_j) / (the same without v), s_ij = q_i·k_j / √d, c_i the
@@ -202,7 +206,6 @@ class WindowedLinearAttention(nn.Module):
     """
 
     causal: ClassVar[bool] = True
-    part: Part = "both"  # what counts: to find out what each part does, the other one is switched off
 
     def __init__(
         self,
@@ -245,6 +248,8 @@ class WindowedLinearAttention(nn.Module):
         """
         if x.is_nested:
             raise BadInput("", "nested tensors", "texts of one length (B, T, D), with a mask of their padding")
+        if cache is not None and not isinstance(cache, WindowCache):
+            raise BadInput("cache", type(cache).__name__, f"what new_cache() of {type(self).__name__} makes")
         if cache is not None and mask is not None:
             raise BadInput("mask", tuple(mask.shape), "None beside a cache, which knows the padding")
         count = x.shape[1]
@@ -254,7 +259,8 @@ class WindowedLinearAttention(nn.Module):
             if cache is not None:
                 mixed = self._cached(heads, cache, starts, count)
             else:
-                mixed = chunked(heads, *self._options(heads, None), starts, self.part != "window", self.chunk)
+                options, linear = self._options(heads, None), self.part != "window"
+                mixed = chunked(heads, *options, starts, linear, self.chunk, self.key_map.least)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return output
 
@@ -264,16 +270,16 @@ class WindowedLinearAttention(nn.Module):
         heads = self._heads(x, starts, None)
         window, share, _ = self._options(heads, None)
         weights = weights_of(heads, window, share, starts, self.part != "window")
-        return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return normalise_weights(weights, least_sum(window, share, self.key_map.least))
 
     def _cached(self, heads: Heads, cache: WindowCache, starts: Tensor | None, count: int) -> Tensor:
         known = cache.held
         joined = cache.extend(heads)
         options, linear = self._options(heads, cache.state), self.part != "window"
         if known or count == 1:
-            mixed = parallel(joined, *options, starts, linear)
+            mixed = parallel(joined, *options, starts, linear, self.key_map.least)
         else:  # no key is kept: the texts begin
-            mixed = chunked(joined, *options, starts, linear, self.chunk)
+            mixed = chunked(joined, *options, starts, linear, self.chunk, self.key_map.least)
         cache.update(joined, count, options[0], options[2], starts)
         return mixed
 
@@ -321,17 +327,3 @@ class WindowedLinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, window={self.window}, part={self.part}"
-
-
-@contextmanager
-def with_part(net: nn.Module, part: Part) -> Iterator[None]:
-    """Inside, this part of each `WindowedLinearAttention` of a net counts."""
-    mixers = [module for module in net.modules() if isinstance(module, WindowedLinearAttention)]
-    before = [mixer.part for mixer in mixers]
-    for mixer in mixers:
-        mixer.part = part
-    try:
-        yield
-    finally:
-        for mixer, own in zip(mixers, before, strict=True):
-            mixer.part = own

@@ -1,0 +1,1 @@
+"""Texts: plain ones, conversations, labelled ones, and those that a rule makes."""

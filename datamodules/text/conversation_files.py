@@ -1,0 +1,180 @@
+"""Where conversations come from: files of JSON lines or Parquet, and data sets of Hugging Face."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apprentice.errors import BadInput, reason
+from apprentice.extras import Missing, need
+from datamodules.reading import check_file
+from datamodules.tables import check_names
+from datamodules.text.conversations import NamedRow
+from datamodules.text.python_help import PythonHelp
+from datamodules.text.token_files import hash_file
+
+OTHERS = (".txt", ".csv", ".tsv", ".gz", ".zip", ".zst", ".xz")  # of names that are a file's, whatever is in it
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # of a data set: one word, or an owner's and one
+LINES, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+ROWS_AT_ONCE = 1024  # of a Parquet file
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of JSON lines or Parquet, read row by row."""
+
+    path: Path
+    flag: str = "data.path"  # that chooses it
+
+    @property
+    def folder(self) -> Path:
+        return self.path.absolute().parent
+
+    def key(self) -> str:
+        """Return what determines the rows."""
+        return hash_file(self.path)
+
+    def rows(self) -> Iterator[NamedRow]:
+        """Read the rows; BadInput if the file can't be read, or names the line that is no JSON object in UTF-8."""
+        try:
+            yield from (_parquet_rows if self.path.suffix == PARQUET else _json_rows)(self)
+        except OSError as error:
+            raise BadInput(self.flag, self.path, f"a file that can be read ({reason(error)})") from None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a data set of Hugging Face, mapped by the package `datasets`."""
+
+    data: Any  # datasets.Dataset
+    path: str
+    split: str
+    flag: str = "data.path"
+
+    @property
+    def folder(self) -> Path:
+        import datasets
+
+        return Path(self.path).absolute() if Path(self.path).is_dir() else Path(datasets.config.HF_DATASETS_CACHE)
+
+    def key(self) -> str:
+        return str(self.data._fingerprint)
+
+    def rows(self) -> Iterator[NamedRow]:
+        for number, row in enumerate(self.data, 1):
+            yield f"{self.split} row {number}", row
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.split})"
+
+
+Source = File | HubSplit | PythonHelp
+
+
+def open_sources(path: str | None, test_path: str | None) -> list[Source]:
+    """Return the sources of conversations to train on and, if there are such, to test on.
+
+    Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face
+    by folder or name, whose splits are `train` and perhaps `test`.
+
+    Raises:
+        Missing: Parquet and data sets need the extra `datasets`.
+        BadInput: there is no such file or data set, or no split `train`.
+    """
+    training: list[Source] = [PythonHelp()] if path is None else _open(path)
+    if test_path is None:
+        return training
+    *_, test = _open(test_path, "data.test_path")
+    return [training[0], test]
+
+
+def _open(path: str, flag: str = "data.path") -> list[Source]:
+    file = Path(path).expanduser()
+    known, named = {*LINES, PARQUET}, "a file with conversations"
+    if not file.exists() and file.suffix in known:
+        raise BadInput(flag, path, f"{named}; it is not there")
+    if not file.exists() and (file.suffix in OTHERS or not HUB_NAME.fullmatch(path)):
+        raise BadInput(flag, path, f"{named}, or a data set of Hugging Face; there is none")
+    if file.suffix in known or not file.is_dir():
+        check_file(file, flag, named)
+    if file.suffix in known:
+        if file.suffix == PARQUET:
+            need("datasets", "pyarrow.parquet")
+        return [File(file, flag)]
+    if file.is_file():
+        expected = f"a file of JSON lines or Parquet, whose name ends in {', '.join((*LINES, PARQUET))}"
+        raise BadInput(flag, path, f"{expected}; `data Text` reads plain text")
+    return _open_set(str(file) if file.is_dir() else path, flag)
+
+
+def _open_set(path: str, flag: str) -> list[Source]:
+    try:
+        need("datasets", "datasets")
+    except Missing as missing:
+        if Path(path).is_dir():
+            raise
+        expected = f"a file of JSON lines or Parquet, and there is none; or a data set of Hugging Face, by {missing}"
+        raise BadInput(flag, path, expected) from None
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        saved = (Path(path) / "dataset_dict.json").is_file()
+        splits = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
+    except Exception as error:  # noqa: BLE001 - whatever a data set's own reader does
+        expected = f"a file of JSON lines or Parquet, or a data set of Hugging Face; {reason(error)}"
+        raise BadInput(flag, path, expected) from None
+    if "train" not in splits:
+        raise BadInput(flag, path, f"a split train; it has {', '.join(splits)}")
+    return [HubSplit(splits[name], path, name, flag) for name in ("train", "test") if name in splits]
+
+
+def _parquet_rows(source: File) -> Iterator[NamedRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            number = 0
+            check_names(file.schema_arrow.names, source.flag, source.path)
+            for batch in file.iter_batches(ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except pyarrow.ArrowException as error:
+        raise BadInput(source.flag, source.path, f"a file of Parquet; it says: {reason(error)}") from None
+
+
+def _json_rows(source: File) -> Iterator[NamedRow]:
+    with source.path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", _json_object(source, number, line)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError if it has a key twice."""
+    whole = dict(pairs)
+    if len(whole) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return whole
+
+
+def _json_object(source: File, number: int, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)
+    except UnicodeDecodeError:
+        raise BadInput(source.flag, source, f"JSON lines in UTF-8; line {number} is not") from None
+    except RecursionError:
+        raise BadInput(source.flag, source, f"a JSON object in each line; line {number} is nested too deep") from None
+    except ValueError as error:
+        raise BadInput(source.flag, source, f"a JSON object in each line; line {number} is none: {error}") from None
+    if not isinstance(row, dict):
+        raise BadInput(source.flag, source, f"a JSON object in each line; line {number} is a {type(row).__name__}")
+    return row

@@ -1,0 +1,76 @@
+"""Lines of text to classify."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apprentice.errors import BadInput
+from datamodules.classes import ClassData
+from datamodules.preparation import Preparation
+from datamodules.splits import Split, complement
+
+Line = tuple[str, bytes]  # a label, and the text
+
+TEST_EVERY = 10
+
+
+class LabelledText(ClassData):
+    """Lines of text with a label each; tokens are the bytes of UTF-8, and 0 is padding.
+
+    Every tenth line of a class is for testing, so each class has the same share there; this split is fixed and depends
+    on no seed. A line may occur more than once, also in both sets.
+
+    Args:
+        root: a file of lines `label<TAB>text`, or a folder with a file `<label>.txt` of lines for each label.
+        length: tokens of a sample; longer lines are cut off.
+        options: those of ClassData.
+
+    Raises:
+        BadInput: `root` is not as described, or a class has fewer than ten lines.
+    """
+
+    def __init__(self, root: str | Path = "data", length: int = 64, **options: Any) -> None:
+        super().__init__(**options)
+        if length < 1:
+            raise BadInput("data.length", length, "at least 1 token")
+        self.root, self.length, self.input_shape = Path(root).expanduser(), length, (length,)
+
+    @property
+    def preparation(self) -> Preparation:
+        return Preparation(kind="bytes", shape=self.input_shape)
+
+    def lines(self) -> list[Line]:
+        """All lines that are not empty, with their labels."""
+        if self.root.is_dir():
+            files = sorted(file for file in self.root.glob("*.txt") if file.is_file())
+            return [(file.stem, text) for file in files for text in file.read_bytes().splitlines() if text.strip()]
+        if not self.root.is_file():
+            raise BadInput("data.root", self.root, "a file of lines `label<TAB>text`, or a folder of <label>.txt")
+        lines: list[Line] = []
+        for number, line in enumerate(self.root.read_bytes().splitlines(), 1):
+            label, tab, text = line.partition(b"\t")
+            if line.strip() and not (tab and label.strip() and text.strip()):
+                raise BadInput("data.root", self.root, f"lines `label<TAB>text`; line {number} is another")
+            if tab:
+                lines.append((label.decode(errors="replace").strip(), text))
+        return lines
+
+    def read(self) -> tuple[Split, Split]:
+        """Both sets; classes are in the order of their names."""
+        lines = self.lines()
+        counts = Counter(label for label, _ in lines)
+        self.class_names = tuple(sorted(counts))
+        if len(counts) < 2:
+            raise BadInput("data.root", self.root, f"lines of at least 2 classes; there are {len(counts)}")
+        for name, count in counts.items():
+            if count < TEST_EVERY:
+                raise BadInput("data.root", self.root, f"at least {TEST_EVERY} lines of each class; {name} has {count}")
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels = torch.tensor([numbers[label] for label, _ in lines])
+        rows = b"".join(text[: self.length].ljust(self.length, b"\0") for _, text in lines)
+        whole = Split(torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, self.length), labels)
+        classes = [(labels == number).nonzero().flatten() for number in numbers.values()]
+        test = torch.cat([places[TEST_EVERY - 1 :: TEST_EVERY] for places in classes]).sort().values
+        return whole.take(complement(test, len(labels))), whole.take(test)

@@ -1,0 +1,115 @@
+"""What a kind of data adds to a comparison beside its training: the port through which a new kind comes in."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import nn
+
+from apprentice.batch import Batch
+from harness import cli
+from harness.reports.html import Section
+from harness.reports.results import Results
+from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.records import NetRecord
+from harness.runs.session import Session
+from harness.start import called_as
+from harness.studies.trained import Trained, count_training
+from lit_modules.nets.identity import Origin
+from lit_modules.training.loop import Loop
+
+KINDS = {"tokens": "harness.studies.text.kind.TextKind"}  # by the data's task; imported where such data are chosen
+
+
+class DataKind:
+    """What data whose samples have one label each, such as images, add to a comparison.
+
+    The session is an argument where a search, or a job, has another than the comparison.
+
+    Args:
+        run: the comparison's session; its data are not loaded yet.
+        arms: all arms that may train.
+
+    Attributes:
+        exports_students: whether students are written for other libraries without `export`, too.
+    """
+
+    exports_students = False
+
+    def __init__(self, run: Session, arms: Iterable[Arm]) -> None:
+        self.session, self.config = run, run.config
+
+    def check(self) -> None:
+        """Raise BadInput for options of this kind of data that can't be used."""
+
+    @contextmanager
+    def data_of_teacher(self, run: Session) -> Iterator[None]:
+        """Inside, the session's data are as the teacher takes them."""
+        yield
+
+    def stand_in(self, seed: int) -> nn.Module | None:
+        """Return a net that stands for a seed's teacher, of which all that is needed is stored; None: it is needed."""
+        return None
+
+    def is_stand_in(self, folder: Path) -> bool:
+        """Return whether a folder's net is such a one; BadInput if there is none."""
+        return False
+
+    def teacher_source(self, seed: int) -> str | None:
+        """Return what tells a seed's teacher without loading it, if it may not be loaded."""
+        return None
+
+    def origins(self, run: Session) -> dict[str, Origin]:
+        """Return what a run that grows has to find again, beside nets, by its flag."""
+        return {}
+
+    def prepare_teacher(self, run: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
+        """Return a teacher that takes these students' inputs; BadInput if they can't learn from it."""
+        return teacher
+
+    def module_arguments(self, seed: int) -> dict[str, Any]:
+        """Return arguments of the `Distillation` of a seed."""
+        return {}
+
+    def before_seed(self, seed: int) -> None:
+        """Prepare a seed's folder, in all processes in turn."""
+
+    def after_seed(self, seed: int) -> None:
+        """Keep what a seed's fits have left."""
+
+    def count_training(self, module: Loop, run: str, batch: Batch, trained: Trained) -> int | None:
+        """Count the operations of a run's training, see `harness.studies.trained.count_training`."""
+        return count_training(module, run, batch, trained)
+
+    def add_figures(
+        self, run: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: Fit, record: NetRecord
+    ) -> NetRecord:
+        """Return the record of a net that was fitted, with figures of this kind of data."""
+        return record
+
+    def sections(self, run: Session, results: Results) -> list[Section]:
+        """Return sections of report.html."""
+        return []
+
+    def next_steps(self, run: Session, folder: str) -> dict[str, str]:
+        """Return commands for a net's folder, quoted for a shell, by the word for what they do."""
+        if run.data.preparation.kind == "tensors":  # made by a data module of the user's own
+            return {}
+        return {"predict": command_line("predict.py", run=folder, inputs="FOLDER")}
+
+    def finish(self, run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
+        """Write files of this kind into the folders of nets of these names."""
+
+
+def kind_of(run: Session, arms: Iterable[Arm]) -> DataKind:
+    """Return what the chosen data add."""
+    task = getattr(run.config.data.target, "task", None)
+    kind: type[DataKind] = resolve_name(KINDS[task]) if task in KINDS else DataKind
+    return kind(run, arms)
+
+
+def command_line(script: str, **flags: str) -> str:
+    """Return a command line of this project, as the user calls its scripts."""
+    return " ".join([called_as(script), *cli.argv_of(flags)])

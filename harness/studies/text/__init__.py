@@ -1,0 +1,1 @@
+"""What texts add to the studies."""
