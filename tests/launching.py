@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -80,9 +81,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port below those that systems hand out, so that no other test's socket can take it before it is used."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", 20000 + secrets.randbelow(10000)))
+            return free.getsockname()[1]
 
 
 def weights(out: Path) -> dict[str, bytes]:
