@@ -58,7 +58,7 @@ class Classes:
 
     is_switch: bool = False  # true and false are choices, too
     more: tuple[type, ...] = ()  # classes of ours that have short names beside the package's
-    given: frozenset[str] = frozenset()  # of `skip`, those that the chosen data give
+    set_by_data: frozenset[str] = frozenset()  # of `skip`, those that the chosen data give
 
     @property
     def by_name(self) -> dict[str, type]:
@@ -247,9 +247,9 @@ def arguments(choice: Choice, key: str, **extra: Any) -> dict[str, Any]:
     """Return the keyword arguments of the chosen class, with instances of what they choose, and those of `extra`."""
     options, init_args = choice.signature, choice.init_args
     chosen = {name: build(value, f"{key}.{name}", **extra) for name, value in init_args.items() if _is_choice(value)}
-    given = {name: value for name, value in init_args.items() if name not in {*chosen, *extra}}
+    plain_args = {name: value for name, value in init_args.items() if name not in {*chosen, *extra}}
     with refusals(choice, key):
-        values = options.instances(given)
+        values = options.instances(plain_args)
     return {**values, **chosen, **{name: value for name, value in extra.items() if name in options.hints}}
 
 
@@ -272,7 +272,7 @@ def refusals(
         if flag != key and not flag.startswith(f"{key}."):
             flag = _place(choice, key, flag) or f"{key}.{flag}".removesuffix(".")
         whole = ARGUMENT.sub(
-            lambda found: f"`{_place(choice, key, found[1]) or found[1]}{found[2] or ''}`", error.expected
+            lambda match: f"`{_place(choice, key, match[1]) or match[1]}{match[2] or ''}`", error.expected
         )
         raise BadInput(flag, error.value, whole) from error
     except kinds as error:

@@ -107,8 +107,8 @@ class Parser(Declarations):
         return defaults, self._recipes_of({**options, **experiment})
 
     def _are_chosen(self, choices: Mapping[str, str]) -> bool:
-        given = self._given
-        return all(key in given and self.classes[key].is_same(given[key].value, x, {}) for key, x in choices.items())
+        flags = self._given
+        return all(key in flags and self.classes[key].is_same(flags[key].value, x, {}) for key, x in choices.items())
 
     def _recipes_of(self, options: Mapping[str, Any]) -> list[Layer]:
         """Return what the values of plain options set."""
@@ -210,8 +210,8 @@ class Parser(Declarations):
         for key, entry in self.entries.items():
             classes = resolver.classes.get(key)
             if classes is not None and entry.fixed is not None:
-                given = frozenset(entry.fixed(choices))
-                classes = replace(classes, skip=classes.skip | given, given=given)
+                set_by_data = frozenset(entry.fixed(choices))
+                classes = replace(classes, skip=classes.skip | set_by_data, set_by_data=set_by_data)
                 resolver.classes[key] = classes
             if entry.options is not None:
                 if key in settings:

@@ -113,8 +113,8 @@ class Resolver:
             self.flags |= {f"{flag}.{inner}": (None, "") for inner in below(flag, self.settings)}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
-                if others and others.given:
-                    expected += f", and these --data give it {' and '.join(sorted(others.given))} alone"
+                if others and others.set_by_data:
+                    expected += f", and these --data give it {' and '.join(sorted(others.set_by_data))} alone"
                 self._missing.append(BadInput(flag, "(nothing)", expected))
         return values
 

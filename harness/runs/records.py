@@ -47,12 +47,12 @@ class Header:
     def header_of(facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that it needs, and those that are there; LookupError if one is missing."""
         named = {name: facts[name] for name in Header.__dataclass_fields__ if name != "origins"}
-        return named | {"origins": {key: Origin(**told) for key, told in facts.get("origins", {}).items()}}
+        return named | {"origins": {key: Origin(**origin) for key, origin in facts.get("origins", {}).items()}}
 
     def to_json(self) -> dict[str, Any]:
         named = {name: vars(self)[name] for name in Header.__dataclass_fields__ if name != "origins"}
-        told = {key: asdict(origin) for key, origin in self.origins.items()}
-        return {"format": FORMAT, **named, **({"origins": told} if told else {})}
+        origins = {key: asdict(origin) for key, origin in self.origins.items()}
+        return {"format": FORMAT, **named, **({"origins": origins} if origins else {})}
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
         **_REPDISTILLER, "variants.dkd": "DKD", "variants.dkd.alpha": 1.0, "variants.dkd.beta": 8.0,
         "variants.dkd.temperature": 4.0,
     },
-    # Vryniotis 2021, "How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", but for what no flag
-    # has: 5 epochs of warm-up, the moving average of weights, repeated augmentation, larger test images.
+    # Vryniotis 2021, "How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", without its 5 epochs
+    # of warm-up, moving average of weights (`--ema`), repeated augmentation and larger test images.
     "torchvision-a1": {
         "trainer.max_epochs": 600, "data.batch_size": 1024, "data.augment": False, "data.validation_size": 0,
         "data.transforms": ["RandomHorizontalFlip", "TrivialAugmentWide", {"RandomErasing": {"p": 0.1}}],

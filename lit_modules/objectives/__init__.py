@@ -3,8 +3,9 @@
 A new method is a file here and two lines below: for type checkers, and in the table of what is imported when used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from apprentice.faces import import_when_used
 
 if TYPE_CHECKING:
     from lit_modules.objectives.adaptive_kl import AdaptiveKL
@@ -102,11 +103,5 @@ MODULES = {
 
 __all__ = list(MODULES)
 
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Import a class or function when it is used."""
-        if name not in MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    __getattr__ = import_when_used(__name__, MODULES)
