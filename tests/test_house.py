@@ -205,7 +205,7 @@ def test_a_reader_of_images_opens_no_file_of_texts() -> None:
     for path in closure("experiments/kd.py", "lit_modules/distillation.py", "lit_modules/classifier.py"):
         assert not any(path.is_relative_to(folder) for folder in of_texts), path
     files = closure("lit_modules/distillation.py")
-    assert len(files) <= 58
+    assert len(files) <= 60
     assert sum(len(path.read_text().splitlines()) for path in files) <= 7050
     ours = [cls for cls in Distillation.__mro__ if cls.__module__.startswith("lit_modules")]
     assert [cls.__name__ for cls in ours] == ["Distillation", "Loop"]
@@ -288,7 +288,7 @@ def test_the_core_is_numeric() -> None:
     for name, path in modules("apprentice").items():
         packages = {other.split(".")[0] for other in imported(path)} - {*sys.stdlib_module_names, "apprentice"}
         assert packages <= {"numpy", "torch"}, name
-    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 940
+    assert sum(len(path.read_text().splitlines()) for path in modules("apprentice").values()) < 950
 
 
 def private_imports(path: Path) -> list[str]:

@@ -109,7 +109,7 @@ def run_forked(function: Callable[[int], T], copies: int = 1) -> list[T]:
         try:
             start_processes(call, nprocs=copies, start_method="fork")
         except ProcessRaisedException as failure:
-            raise failure from failures.receive(error)
+            raise failure from failures.receive(error)[0]
         return [json.loads(result.read_text()) for result in results]
 
 

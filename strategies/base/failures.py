@@ -1,6 +1,7 @@
 """A fit that fails: hooks run in the ranks that have trained, and ranks that stopped responding are named."""
 
 import contextlib
+import os
 import pickle
 import re
 import threading
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from apprentice.errors import BadInput
 from strategies.base.private import SubprocessScriptLauncher, abort_process_group, callbacks_of, default_store
@@ -45,7 +47,7 @@ def is_everywhere(trainer: Trainer, exception: BaseException) -> bool:
 
 @contextlib.contextmanager
 def send_errors(file: Path) -> Iterator[None]:
-    """Pickle the block's error for the process that forked this rank; without that, it gets the traceback as text."""
+    """Pickle the block's error, its traceback as text and the rank's process, for the one that forked it."""
     try:
         yield
     except Exception as error:
@@ -53,16 +55,34 @@ def send_errors(file: Path) -> Iterator[None]:
             sent: Exception = error
             if isinstance(error, BadInput):  # its value may be a function, or a mesh
                 sent = type(error)(error.argument, str(error.value), error.expected)
-            file.write_bytes(pickle.dumps(sent))
+            file.write_bytes(pickle.dumps((sent, traceback.format_exc(), os.getpid())))
         raise
 
 
-def receive(file: Path) -> BaseException | None:
-    """Return the error that a rank has sent, or None where it sent none that can be read here."""
+def receive(file: Path) -> tuple[Exception | None, str, int]:
+    """Return the error that a rank has sent, its traceback and process; None where it sent none that is read here."""
     with contextlib.suppress(Exception):
-        error = pickle.loads(file.read_bytes())
-        return error if isinstance(error, BaseException) else None
-    return None
+        error, text, process = pickle.loads(file.read_bytes())
+        return error, text, process
+    return None, "", 0
+
+
+def first_cause(
+    failure: ProcessRaisedException, files: Sequence[Path]
+) -> tuple[ProcessRaisedException, Exception | None]:
+    """Return the failure to report, and its error, from the files of all ranks.
+
+    It is that of the rank that ended first. Where this only says that another has gone or has kept it waiting, and the
+    other, which was still saving, has sent why: the other's.
+    """
+    error = receive(files[failure.error_index])[0]
+    if isinstance(error, ConnectionError | TimeoutError):
+        for rank, file in enumerate(files):
+            other, text, process = receive(file)
+            if other and not isinstance(other, ConnectionError | TimeoutError):
+                message = f"\n\n-- Process {rank} terminated with the following error:\n{text}"
+                return ProcessRaisedException(message, rank, process), other
+    return failure, error
 
 
 def saves_alone(strategy: RankStrategy, trainer: Trainer) -> bool:

@@ -68,7 +68,9 @@ class ForkLauncher(MultiProcessingLauncher):
                 try:
                     results = super().launch(function, *args, trainer=trainer, **kwargs)
                 except ProcessRaisedException as failure:
-                    raise failure from failures.receive(self._error_file(failure.error_index))
+                    files = [self._error_file(rank) for rank in range(len(self.procs))]
+                    reported, cause = failures.first_cause(failure, files)
+                    raise reported from cause
                 self._restore(trainer, function, args, kwargs)
                 return results
         except BaseException as exception:
@@ -115,10 +117,11 @@ class ForkLauncher(MultiProcessingLauncher):
 
     def _call_exception_hooks(self, trainer: Trainer, exception: BaseException) -> None:
         """Call what Lightning calls in a process that starts no ranks; in the parent it would find no trained net."""
+        ended = trainer.received_sigterm
         self._saving = True
         failures.prepare_hooks(self._strategy, trainer, exception, ends=True)
         call._interrupt(trainer, exception)
-        if trainer.received_sigterm:  # the rank that has failed first says why
+        if ended:  # the rank that has failed first says why; this one does where the signal came while it saved
             os._exit(128 + signal.SIGTERM)
 
     def _handle_sigterm(self, trainer: Trainer) -> None:

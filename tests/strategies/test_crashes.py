@@ -123,6 +123,24 @@ def test_a_rank_that_crashes_keeps_the_steps(
     check(tmp_path, name, undisturbed)
 
 
+class SavesLong(Callback):
+    """On rank 0, until the others are gone and the process that forked it wants it to end."""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        while trainer.is_global_zero and not trainer.received_sigterm:
+            time.sleep(0.01)
+
+
+def test_the_rank_that_failed_says_why_though_another_ended_first(tmp_path: Path) -> None:
+    here = running(
+        on("ddp_allreduce 2")["strategy"], callbacks=[Crash(rank=0), SavesLong(), *saving(tmp_path)], **SAVES
+    )
+    with quiet(), pytest.raises(ProcessRaisedException, match=r"Process 0 (?s:.*)LookupError: a bug") as raised:
+        here.fit(Regression(), Data(8))
+    assert isinstance(raised.value.__cause__, LookupError)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"on_exception.ckpt", "kept.ckpt"}
+
+
 @pytest.mark.parametrize("strategy", mostly_slow([ZeRO1, FSDP, PipelineStrategy, ParamServer], ZeRO1))
 def test_what_no_rank_has_all_of_is_not_saved_by_one(strategy: type[DataParallel], tmp_path: Path) -> None:
     here = running(strategy(timeout=60), callbacks=[Crash(rank=1), OnExceptionCheckpoint(tmp_path)], **SAVES)
