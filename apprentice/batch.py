@@ -23,7 +23,7 @@ class Partners(NamedTuple):
 
     inputs: Tensor  # (b, ...), as the batch's
     labels: Tensor  # (b,)
-    index: Tensor  # type: ignore[assignment]  # (b,), their places in the data set, or what augmentation draws for
+    index: Tensor  # type: ignore[assignment]  # (b,), their places in the data set
 
 
 class Mixed(NamedTuple):
@@ -53,7 +53,6 @@ class Batch(NamedTuple):
     mixed: Partners | Mixed | None = None  # partners before mixing, second labels after it
     # (classes,) float64, weights of cross-entropies by their label, whose mean over the global batch's labels is 1.
     class_weights: Tensor | None = None
-    draws: Tensor | None = None  # (b,) int64, in place of `index` what augmentation draws for, if samples come again
     # Of rows with several texts each, for each token (b, T) int64: the place in its row where its text begins, and the
     # text's place in its data set, -1 where a row is filled up. `index` has the place of each row's first text.
     starts: Tensor | None = None
@@ -83,12 +82,11 @@ class Batch(NamedTuple):
         """Return the rows from `start` to `stop` as a batch by themselves."""
         inputs, labels, index, rows = (tensor[start:stop] for tensor in self[:4])
         mixed = self.mixed and type(self.mixed)(*(tensor[start:stop] for tensor in self.mixed))
-        draws = None if self.draws is None else self.draws[start:stop]
         starts, texts = (None if x is None else x[start:stop] for x in (self.starts, self.texts))
         weight = self.label_weight[start:stop] if isinstance(self.label_weight, Tensor) else self.label_weight
         return self._replace(
             inputs=inputs, labels=labels, index=index, rows=rows, count=max(stop - start, 1), replicas=1, mixed=mixed,
-            label_weight=weight, draws=draws, starts=starts, texts=texts,
+            label_weight=weight, starts=starts, texts=texts,
         )  # fmt: skip
 
     @property

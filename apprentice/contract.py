@@ -71,7 +71,7 @@ class HasStages(Protocol):
     """A module that can be cut into stages."""
 
     def pipeline_stages(self) -> Iterable[nn.Module]:
-        """Return modules in order, whose composition is `forward`."""
+        """Return modules in order, whose composition is `forward`; each gets the `request` of a call that has one."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Images a second from a folder: in memory, decoded on disk, read anew, and with torchvision's ImageFolder.
+"""Images a second from a folder: in memory, read anew, and with torchvision's ImageFolder.
 
     python benchmarks/data_speed.py                              # about eight minutes on 2 cores
     python benchmarks/data_speed.py --images 500 --large 0 --out FILE
@@ -7,8 +7,7 @@ The folder has generated JPEG files of 256 x 256, resized and cropped to `--size
 to resize. `plain` is torchvision's ImageFolder and torch's DataLoader with the same batches, workers and transforms of
 torchvision.transforms.v2. A pass over the training set ends with normalised floats. `light` shifts by up to 4 pixels
 and mirrors; `heavy` is RandomResizedCrop, RandomHorizontalFlip and ColorJitter. `none` and `plain` have `--workers`;
-`disk` and `memory` have none in `light`, as is their default, and `--workers` in `heavy`. The cache on disk is filled
-before, and lies in the page cache.
+`memory` has none in `light`, as is its default, and `--workers` in `heavy`.
 
 `waiting` is the share of a training step of a ResNet-18 at 224 in which it waits for images. `peak` is the memory of
 the process that trains a small net on `--large` images (hard links to the others), over that for a twentieth of them.
@@ -45,10 +44,8 @@ SIDE, DISTINCT = 256, 1000  # pixels of a file; images that differ, beyond which
 HEAVY: list[Any] = ["RandomResizedCrop", "RandomHorizontalFlip", {"ColorJitter": {"brightness": 0.4, "contrast": 0.4}}]
 TARGETS = {
     "none / plain, light": Target("read anew over torchvision, shift and flip", low=1.0),
-    "disk / plain, light": Target("decoded on disk over torchvision, shift and flip", low=5.0),
     "memory / plain, light": Target("in memory over torchvision, shift and flip"),
     "none / plain, heavy": Target("read anew over torchvision, crop, flip and colours", low=1.0),
-    "disk / plain, heavy": Target("decoded on disk over torchvision, crop, flip and colours"),
     "memory / plain, heavy": Target("in memory over torchvision, crop, flip and colours"),
     "waiting": Target("share of a step that waits, ResNet-18, read anew"),
     "peak": Target("peak memory for 20 times as many images", high=1.1),
@@ -85,7 +82,7 @@ def ours(data: ImageFolder) -> Iterator[Tensor]:
     """Yield normalised batches; augment images in memory here, as on the training device."""
     streamed = isinstance(data.split("train"), SampleStream)
     for batch in data.train_dataloader():
-        yield data.normalize(batch.inputs if streamed else data.finish(batch.inputs, 0, batch.index))
+        yield data.normalize(batch.inputs if streamed else data.augmentation(batch.inputs, 0, batch.index))
 
 
 def plain(root: Path, transforms: str, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -105,7 +102,7 @@ def speeds(root: Path, transforms: str, args: argparse.Namespace) -> Measurement
         return args.images / common.seconds(lambda: deque(batches(*options), maxlen=0))
 
     sides: Rivals = {"plain": partial(rate, plain, root, transforms, args)}
-    for cache in ("none", "disk", "memory"):
+    for cache in ("none", "memory"):
         sides[cache] = partial(rate, ours, folder(root, cache, transforms, args))
     runs = common.take_turns(sides, args.rounds, f"images/s, {transforms}")
     ratios = {

@@ -6,9 +6,8 @@
     python benchmarks/rpc_speed.py --quick                # seconds: few steps, whose figures say nothing
 
 strategies: a figure is the median of a fit's steps on rank zero: the same net, batches of 128 images over all devices,
-one thread a process. `param_server` has one worker less than there are devices, and waits for every step ("late": its
-workers may lack two); `rpc_hybrid` has one less, too. Ends with exit code 1 where `param_server` takes more than 5
-times as long.
+one thread a process. `param_server` has one worker less than there are devices. Ends with exit code 1 where it takes
+more than 5 times as long.
 
 batching: a figure is the time of rounds of `lab/programs/reinforce.py` over their actions, and the agent's processor
 time: the states of all observers answered together, by one forward, or each alone. The wider the policy, the more of
@@ -31,7 +30,7 @@ from apprentice.keyed import with_seed
 from benchmarks import common
 from benchmarks.common import Measurement, Noise, Runs, Target
 from lab.programs.reinforce import Agent
-from lab.strategies import ParamServer, RPCHybrid
+from lab.strategies import ParamServer
 from lab.studies.isolation import run_forked
 from lit_modules.classifier import LitClassifier
 from lit_modules.nets import DeepNN, LightNN
@@ -41,8 +40,6 @@ NETS = {"LightNN": LightNN, "DeepNN": DeepNN}
 RIVALS: dict[str, Callable[[], DataParallel]] = {
     "ddp": DDP,
     "param_server": ParamServer,
-    "param_server, late": lambda: ParamServer(max_staleness=2),
-    "rpc_hybrid": RPCHybrid,
 }
 PARTS = ("strategies", "batching")
 WIDTHS = (128, 131_072)  # of the policy's hidden layer; the tutorial's is 128

@@ -9,40 +9,36 @@ from apprentice.faces import import_when_used
 
 if TYPE_CHECKING:
     from datamodules.base import InMemoryData
-    from datamodules.cifar10 import CIFAR10, CIFAR100
     from datamodules.digits import Digits
     from datamodules.hugging_face import HuggingFaceImages
     from datamodules.image_folder import ImageFolder
     from datamodules.image_table import ImageTable
     from datamodules.images import ImageData
-    from datamodules.mnist import MNIST, FashionMNIST
     from datamodules.text.chat import Chat
-    from datamodules.text.copying import Copying
-    from datamodules.text.labelled_text import LabelledText
-    from datamodules.text.needle import Needle
+    from datamodules.text.labelled_text import LabelledText, Shakespeare
     from datamodules.text.plain_text import Text
-    from datamodules.text.recall import Recall
-    from datamodules.text.shakespeare import Shakespeare
+    from datamodules.text.synthetic_tasks import Copying, Needle, Recall
     from datamodules.text.vocabulary import Subwords, Vocabulary, vocabulary_of
+    from datamodules.torchvision_data import CIFAR10, CIFAR100, MNIST, FashionMNIST
     from datamodules.transforms import Transforms
 
 MODULES = {
     "InMemoryData": "base",
     "Chat": "text.chat",
-    "CIFAR10": "cifar10",
-    "CIFAR100": "cifar10",
-    "Copying": "text.copying",
+    "CIFAR10": "torchvision_data",
+    "CIFAR100": "torchvision_data",
+    "Copying": "text.synthetic_tasks",
     "Digits": "digits",
     "HuggingFaceImages": "hugging_face",
     "ImageFolder": "image_folder",
     "ImageTable": "image_table",
     "ImageData": "images",
     "LabelledText": "text.labelled_text",
-    "MNIST": "mnist",
-    "FashionMNIST": "mnist",
-    "Needle": "text.needle",
-    "Recall": "text.recall",
-    "Shakespeare": "text.shakespeare",
+    "MNIST": "torchvision_data",
+    "FashionMNIST": "torchvision_data",
+    "Needle": "text.synthetic_tasks",
+    "Recall": "text.synthetic_tasks",
+    "Shakespeare": "text.labelled_text",
     "Subwords": "text.vocabulary",
     "Text": "text.plain_text",
     "Vocabulary": "text.vocabulary",

@@ -15,11 +15,11 @@ from torch.utils.data import DistributedSampler
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules.base import InMemoryData
+from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
-from datamodules.limits import LIMITS
 from datamodules.shared_loaders import (
-    DealtLoader,
     Loader,
+    RoundRobinLoader,
     SharedLoader,
     class_names_of,
     is_indexed,
@@ -94,8 +94,8 @@ class DataModuleAdapter(InMemoryData):
             unknown = f"; {self.name} does not say" if classes is None else ", each with a logit"
             raise BadInput("num_classes", classes, f"the number of classes, at least 2{unknown}")
         names = getattr(self.data, "class_names", None) or getattr(self.data, "classes", None)
-        usable = isinstance(names, Sequence) and len(names) == classes
-        self.class_names = tuple(map(str, names if usable else range(classes)))  # type: ignore[arg-type]
+        is_usable = isinstance(names, Sequence) and len(names) == classes
+        self.class_names = tuple(map(str, names if is_usable and names else range(classes)))
         for part, (inputs, labels) in firsts.items():
             self._check_batch(inputs, labels, "the first batch" + f" of {parts[part]}()" * (part != "train"))
 
@@ -214,13 +214,13 @@ class DataModuleAdapter(InMemoryData):
         self.data.trainer = self.trainer
         return SharedLoader(self._loaders["train"], self._order(self.sizes["train"]), rank, replicas)
 
-    def _evaluation_loader(self, part: str) -> DealtLoader:  # type: ignore[override]
+    def _evaluation_loader(self, part: str) -> RoundRobinLoader:  # type: ignore[override]
         """The part's batches, each on one rank; a Trainer's limit counts those of all ranks."""
         self.data.trainer = self.trainer
         kept = math.ceil(self._samples_in_limit(part, self.trainer) / self._batch_size(part))
         if isinstance(getattr(self.trainer, LIMITS[part], None), float):  # Lightning would apply it again
             setattr(self.trainer, LIMITS[part], kept)
-        return DealtLoader(self._loaders[part], kept, *self._rank_and_replicas(), self.seed)
+        return RoundRobinLoader(self._loaders[part], kept, *self._rank_and_replicas(), self.seed)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         inputs, labels = unpack_pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))

@@ -14,9 +14,8 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules import fingerprints, splits
+from datamodules.data_hooks import LIMITS, DataHooks
 from datamodules.fingerprints import Fingerprint
-from datamodules.limits import LIMITS
-from datamodules.loading import LoadedData
 from datamodules.preparation import Preparation
 from datamodules.splits import LabelledBy, Samples, Source, Subset
 from datamodules.streams import SampleStream
@@ -25,7 +24,7 @@ LARGEST_BATCH = 2**31 - 1  # of all devices together; a batch of more than all s
 IMAGE = 3  # dimensions of an image: channels, height, width
 
 
-class InMemoryData(LoadedData):
+class InMemoryData(DataHooks):
     """Labelled samples, in memory as uint8 unless a data set streams them, loaded in batches.
 
     A data set overrides `read`; a kind of data whose nets do not take whole numbers overrides `normalize`.
@@ -36,8 +35,7 @@ class InMemoryData(LoadedData):
         given_to_nets: the attributes that a net's constructor takes, by name.
         task: what the labels are for, by its name in `lit_modules.tasks`.
         label_shape: of a sample's labels; () for one class a sample.
-        training_options: options that change training but not the samples.
-        free_options: options that change neither, such as where a fixed data set lies.
+        free_options: options that change neither training nor samples, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
         packs_samples: whether rows of training batches hold several samples: see `Batch.starts`.
         order_seed: the training seed. Order, augmentation and, unless `labelled_by` is `split`, the draw of labelled
@@ -68,7 +66,6 @@ class InMemoryData(LoadedData):
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
     packs_samples: bool = False
-    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size", "labelled", "labelled_by"})
     free_options: ClassVar[frozenset[str]] = frozenset({"num_workers"})
 
     def __init__(
@@ -101,7 +98,7 @@ class InMemoryData(LoadedData):
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
 
-    def read(self) -> tuple[Source] | tuple[Source, Source] | tuple[Source, Source, Source]:
+    def read(self) -> tuple[Source, ...]:
         """Read the whole training and test sets, of which subsets are drawn later, and a third to validate on, if any.
 
         That is used whole, unless `validation_size` is 0. Without a test set, one is drawn from the training set, and
@@ -165,6 +162,11 @@ class InMemoryData(LoadedData):
         if self.labelled_by == "seed":
             key = keyed.fold_in(key, self.order_seed)
         return splits.draw_labelled(self._true_labels, self.labelled, key)
+
+    @property
+    def shows_labels(self) -> bool:
+        """Whether students see the labels of all training samples."""
+        return self.labelled is None
 
     def say(self, line: str) -> None:
         """Print a line about the data to stderr, in one process."""
@@ -230,13 +232,6 @@ class InMemoryData(LoadedData):
     def module_arguments(self) -> dict[str, Any]:
         """Arguments of a LightningModule's constructor that the data determines."""
         return {}
-
-    def questions(self, count: int) -> list[tuple[Tensor, Tensor]] | None:
-        """Return so many prompts (t,) of the test, each with a reference (r,), for nets to answer.
-
-        None where samples are not prompts with responses.
-        """
-        return None
 
     @property
     def preparation(self) -> Preparation:

@@ -10,21 +10,15 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
-from datamodules.loaders import EpochOrder, TrainLoader
-from datamodules.resampling import ResampledOrder, balanced_weights, check_weights, flip_labels
+from datamodules.loaders import TrainLoader
 from datamodules.splits import LISTED, Source, Split
 
 
 class ClassData(InMemoryData):
     """Samples with one class each.
 
-    Attributes:
-        copies: how often a sample comes in a batch that has it; see `ResampledOrder`.
-
     Args:
         batch_size: samples in a batch over all devices together, whatever their number.
-        balanced: in each epoch of training take equal counts of all classes: samples of small classes come again, and
-            of large ones other samples are left out in each epoch. The number of samples and batches stays.
         class_weights: of the cross-entropies of teacher and students in training: `balanced`, by which each class
             counts the same, or a list of numbers in the order of the classes. A batch's mean is the weighted one over
             all devices.
@@ -34,14 +28,10 @@ class ClassData(InMemoryData):
         options: those of InMemoryData.
     """
 
-    training_options = InMemoryData.training_options | {"balanced", "class_weights"}
-    copies: int = 1
-
     def __init__(
         self,
         batch_size: int = 128,
         *,
-        balanced: bool = False,
         class_weights: Literal["balanced"] | list[float] | None = None,
         label_noise: float | None = None,
         **options: Any,
@@ -50,20 +40,9 @@ class ClassData(InMemoryData):
         check_weights(class_weights)
         if label_noise is not None and not 0 <= label_noise < 1:
             raise BadInput("data.label_noise", label_noise, "a fraction (0.0 <= f < 1.0)")
-        if balanced and self.labelled is not None:
-            raise BadInput(
-                "data.balanced", "true", "`data.labelled null` beside it: the class of some samples is hidden"
-            )
-        self.balanced, self.class_weights, self.label_noise = balanced, class_weights, label_noise
+        self.class_weights, self.label_noise = class_weights, label_noise
         self._is_wrong: Tensor | None = None  # of training samples, whether noise has changed the label
         self._said = set[str]()
-        self._check_partition("balanced", balanced)
-
-    def _check_partition(self, flag: str, value: object) -> None:
-        if value and self.partition is not None:
-            raise BadInput(
-                f"data.{flag}", str(value).lower(), "not allowed with `data.partition`, by which a device has others"
-            )
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data as InMemoryData does; then say how classes are weighted."""
@@ -112,12 +91,6 @@ class ClassData(InMemoryData):
             source._replace(labels=labels) if isinstance(source, Split) else replace(cast("Any", source), labels=labels)
         )
 
-    def _order(self, size: int) -> EpochOrder:
-        if not self.balanced and self.copies == 1:
-            return super()._order(size)
-        labels = self.split("train").labels.cpu()
-        return ResampledOrder(labels, self.balanced, self.copies, self.batch_size, *self._order_options)
-
     def _weights(self, labels: Tensor) -> Tensor:
         """(classes,) float64."""
         if self.class_weights == "balanced":
@@ -126,3 +99,29 @@ class ClassData(InMemoryData):
 
     def weights_of_classes(self, labels: Tensor) -> Tensor | None:
         return None if self.class_weights is None else self._weights(labels)
+
+
+def balanced_weights(labels: Tensor, classes: int) -> Tensor:
+    """Return (classes,) float64, weights by which each class that occurs in `labels` counts the same: n / (C n_c)."""
+    counts = labels.bincount(minlength=classes)
+    return len(labels) / (classes * counts.clamp(min=1).double())
+
+
+def check_weights(weights: str | Sequence[float] | None, classes: int | None = None) -> None:
+    """Raise BadInput for weights that are none of classes, or of another number of them."""
+    expected = "balanced, or a list of numbers of 0 or more, one a class in the order of their names"
+    if weights is None or weights == "balanced":
+        return
+    if isinstance(weights, str) or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise BadInput("data.class_weights", weights, f"{expected}, and some above 0")
+    if classes is not None and len(weights) != classes:
+        raise BadInput("data.class_weights", list(weights), f"{expected}; there are {classes} classes")
+
+
+def flip_labels(labels: Tensor, train: Tensor, share: float, classes: int, key: int) -> Tensor:
+    """Return a copy of labels (n,) in which this share of those at places `train` (k,) is another class, at random."""
+    chosen = train[keyed.permutation(len(train), key)[: round(share * len(train))]]
+    steps = 1 + keyed.bits(key, chosen)[:, 0] % (classes - 1)
+    noisy = labels.clone()
+    noisy[chosen] = (labels[chosen] + steps) % classes
+    return noisy

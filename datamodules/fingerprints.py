@@ -4,14 +4,16 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from datamodules.image_sources import ImageSource
 from datamodules.splits import Samples
 from datamodules.streams import SampleStream
+
+if TYPE_CHECKING:
+    from datamodules.image_sources import ImageSource
 
 READ = 2**28  # bytes of files that are read whole: a second or less
 SAMPLED = 1024  # files, or streamed samples, that are read of a larger set
@@ -34,7 +36,7 @@ def of_tensors(*tensors: Tensor) -> str:
     return _hash([shapes.encode(), *map(_buffer, tensors)])
 
 
-def of_images(images: ImageSource) -> str | dict[str, str]:
+def of_images(images: "ImageSource") -> str | dict[str, str]:
     """Hash names, labels, sizes and content of files; of a set larger than `READ`, the content of `SAMPLED` files.
 
     Such a set also has a hash of the files' times, a weaker sign: they differ in a copy of the same files.

@@ -107,7 +107,7 @@ class HuggingFaceImages(StoredImages):
         super().__init__(image_size, **options)
         self.path, self.config, self.image, self.label = path, config, image, label
 
-    def beside(self) -> Path:
+    def images_folder(self) -> Path:
         import datasets
 
         return Path(self.path) if Path(self.path).is_dir() else Path(datasets.config.HF_DATASETS_CACHE)
@@ -117,7 +117,7 @@ class HuggingFaceImages(StoredImages):
         if not self._splits:
             self._load()
 
-    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
+    def read(self) -> tuple[ImageSource, ...]:
         """Open the splits without decoding an image."""
         splits = self._load()
         image, label = self._columns(splits["train"].features)
@@ -133,7 +133,7 @@ class HuggingFaceImages(StoredImages):
             numbers = self._class_numbers(names[split], split)
             data, rows = self._disable_decoding(splits[split], image), np.arange(len(numbers))
             sets[part] = ImageRows(numbers, self.image_size, data, image, split, rows)
-        return self.usable(sets, Counter(), self.path)
+        return self.prepare_sets(sets, Counter(), self.path)
 
     def _load(self) -> Any:
         need("datasets", "datasets")

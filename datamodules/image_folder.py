@@ -11,12 +11,14 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
 from apprentice.errors import BadInput
+from datamodules.files import walk
 from datamodules.image_sources import ImageFiles, ImageSource
-from datamodules.reading import walk
+from datamodules.images import EMBEDDING
 from datamodules.stored_images import FOLDER, StoredImages
 
 # Names of folders, in any case.
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+UNSORTED = "images"  # stands for a class where there are none
 FLAT = "."  # the folder of a set that is not split
 ANNOTATIONS = "val_annotations.txt"  # Tiny-ImageNet's labels of val/images
 
@@ -30,7 +32,7 @@ class ImageFolder(StoredImages):
     names of these folders. A folder of such a name without class folders, beside others, is a class (trains, cars).
 
     Class folders are searched recursively, as in torchvision. Hidden files and folders, and files that are no images,
-    are skipped and counted in one line.
+    are skipped and counted in one line. With `task` embedding, images need no class folders.
 
     Args:
         root: the folder.
@@ -41,10 +43,10 @@ class ImageFolder(StoredImages):
         super().__init__(image_size, **options)
         self.root = Path(root).expanduser()
 
-    def beside(self) -> Path:
+    def images_folder(self) -> Path:
         return self.root
 
-    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
+    def read(self) -> tuple[ImageSource, ...]:
         if self.root.is_file():
             raise BadInput("data.root", self.root, "a folder; `data ImageTable` reads a table of images")
         skipped = Counter[str]()
@@ -57,15 +59,17 @@ class ImageFolder(StoredImages):
                 expected = f"the same classes in {folders['train']}/ and {folder}/; {there}/{name} is not in {missing}/"
                 raise BadInput("data.root", self.root, expected)
         self.class_names = tuple(sorted(names["train"]))
-        if len(self.class_names) < 2:
+        if len(self.class_names) < 2 and self.task != EMBEDDING:
             raise BadInput("data.root", self.root, f"at least 2 classes; there is one, {self.class_names[0]}")
-        return self.usable({part: self._files(pairs) for part, pairs in samples.items()}, skipped, self.root)
+        return self.prepare_sets({part: self._files(pairs) for part, pairs in samples.items()}, skipped, self.root)
 
     def _folders(self) -> dict[str, str]:
         """Return the folder of train, that of test if there is one, and of validation if there is one beside test."""
         train, test, validation = (self._find(names) for names in (TRAIN, TEST, VALIDATION))
         if train is None and not (test or validation):
             return {"train": FLAT}
+        if self.task == EMBEDDING and train and test:
+            return {"train": train, "test": test} | ({"validation": validation} if validation else {})
         parts = [folder for folder in (train, test, validation) if folder is not None]
         if self._classes(".") - {*parts} and not any(map(self._has_classes, parts)):
             named = ", ".join(f"{folder}/" for folder in parts)
@@ -112,15 +116,19 @@ class ImageFolder(StoredImages):
                 skipped.update([_kind(path)])
             return is_visible
 
+        def images_in(place: Path) -> list[Path]:
+            return sorted(filter(is_image, walk(place, skipped)), key=lambda path: (str(path.parent), path))
+
+        if self.task == EMBEDDING and (_has_images(folder) or not self._classes(part)):
+            if unsorted := images_in(folder):
+                return [(path, UNSORTED) for path in unsorted]
+            raise BadInput("data.root", self.root, f"images ({', '.join(IMG_EXTENSIONS)}) in it; {folder} has none")
         try:
             names = [name for name in find_classes(folder)[0] if not _is_hidden(Path(name))]
-            found = {
-                name: sorted(filter(is_image, walk(folder / name, skipped)), key=lambda path: (str(path.parent), path))
-                for name in names
-            }
+            files_of = {name: images_in(folder / name) for name in names}
             if not names:
                 raise ValueError("Found no class folder")
-            if empty := [name for name in names if not found[name]]:
+            if empty := [name for name in names if not files_of[name]]:
                 raise ValueError(f"Found no valid file for the classes {', '.join(empty)}")
         except (OSError, ValueError) as error:
             expected = f"images ({', '.join(IMG_EXTENSIONS)}) in train/<class>/ and test/<class>/, or in <class>/"
@@ -129,7 +137,7 @@ class ImageFolder(StoredImages):
         skipped.update(
             _kind(path.relative_to(folder)) for path in folder.iterdir() if path.name not in {*names, FOLDER}
         )
-        return [(path, name) for name in names for path in found[name]]
+        return [(path, name) for name in names for path in files_of[name]]
 
     def _read_annotations(self, folder: Path) -> list[tuple[Path, str]]:
         """Return Tiny-ImageNet's images for validation, whose file names and classes are in a table."""
@@ -144,6 +152,11 @@ class ImageFolder(StoredImages):
         names = np.array([os.fsencode(path.relative_to(self.root)) for path, _ in samples])
         labels = torch.tensor([numbers[name] for _, name in samples])
         return ImageFiles(labels, self.image_size, self.root, names)
+
+
+def _has_images(folder: Path) -> bool:
+    """Return whether images lie in a folder itself."""
+    return any(file.suffix.lower() in IMG_EXTENSIONS and not _is_hidden(Path(file.name)) for file in folder.glob("*.*"))
 
 
 def _is_hidden(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Images that a table names, a row each: CSV, TSV or Parquet with columns of paths and labels."""
+"""Images that a table names, a row each: CSV or TSV with columns of paths and labels."""
 
 import os
 from collections import Counter
@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from apprentice.errors import BadInput, reason
-from apprentice.extras import need
+from apprentice.errors import BadInput
+from datamodules.files import LABELS, PATHS, Column, find_column, read_csv
 from datamodules.image_sources import ImageFiles, ImageSource
-from datamodules.reading import check_file
 from datamodules.stored_images import StoredImages
-from datamodules.tables import LABELS, PATHS, Column, check_names, find_column, read_csv
 
 SPLIT = "split"  # the name of a column, in any case, and names of the parts in it
 PARTS = {
@@ -27,10 +25,9 @@ class ImageTable(StoredImages):
     """Images that a table names, as RGB; decodes only the chosen subset.
 
     A CSV file has a first line of names and is UTF-8, with or without a mark of it; what cuts it is the most frequent
-    of `,` `;` tab and `|` in that line. A Parquet file needs the extra `datasets`. With a column `split` of train, test
-    and perhaps val (validation), these are the parts; without, or without rows of test, images are drawn by class for
-    testing and validation (`test_size`, `validation_size`). A line says so. Classes are in the order of their names, or
-    of their numbers.
+    of `,` `;` tab and `|` in that line. With a column `split` of train, test and perhaps val (validation), these are
+    the parts; without, or without rows of test, images are drawn by class for testing and validation (`test_size`,
+    `validation_size`). A line says so. Classes are in the order of their names, or of their numbers.
 
     Args:
         root: the table.
@@ -61,11 +58,12 @@ class ImageTable(StoredImages):
         self.folder = self.root.parent if folder is None else Path(folder).expanduser()
         self.image, self.label, self.part = image, label, split
 
-    def beside(self) -> Path:
+    def images_folder(self) -> Path:
         return self.folder
 
-    def read(self) -> tuple[ImageSource, ...]:  # type: ignore[override]  # one to three
-        columns = self._read_parquet() if self.root.suffix.lower() in {".parquet", ".pq"} else self._read_csv()
+    def read(self) -> tuple[ImageSource, ...]:
+        columns = read_csv(self.root, "data.root")
+        columns = {name: [cell.strip() for cell in column] for name, column in columns.items()}
         paths = self._column(columns, "image", self.image, PATHS)
         labels = self._column(columns, "label", self.label, LABELS)
         self._check_rows(paths, labels)
@@ -83,7 +81,7 @@ class ImageTable(StoredImages):
                 files = np.array([os.fsencode(paths[row]) for row in rows])
                 of_rows = torch.tensor([numbers[labels[row]] for row in rows])
                 sets[part] = ImageFiles(of_rows, self.image_size, self.folder, files)
-        return self.usable(self._with_test(sets), Counter(), self.root)
+        return self.prepare_sets(self._with_test(sets), Counter(), self.root)
 
     def _with_test(self, sets: dict[str, ImageFiles]) -> dict[str, ImageFiles]:
         """Return the sets of train, test and validation; without test, validation takes its place, as in a folder."""
@@ -96,29 +94,6 @@ class ImageTable(StoredImages):
             return sets
         self.say("no row is of test: tests on rows of validation, validates on images held out from train")
         return {"train": sets["train"], "test": sets["validation"]}
-
-    def _read_csv(self) -> dict[str, Column]:
-        columns = read_csv(self.root, "data.root", "a table in CSV, UTF-8, or Parquet")
-        return {name: [cell.strip() for cell in column] for name, column in columns.items()}
-
-    def _read_parquet(self) -> dict[str, Column]:
-        check_file(self.root, "data.root", "a table in Parquet")
-        need("datasets", "pyarrow")
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(self.root)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise BadInput("data.root", self.root, f"a table in Parquet; {reason(error)}") from error
-        check_names(table.column_names, "data.root", self.root)
-        columns = {}
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
-            if pyarrow.types.is_integer(kind) or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-                columns[name] = ["" if value is None else str(value) for value in column.to_pylist()]
-        if not columns or not len(table):
-            raise BadInput("data.root", self.root, "a row for each image, and columns of texts or whole numbers")
-        return columns
 
     def _column(self, columns: dict[str, Column], flag: str, chosen: str | None, usual: Sequence[str]) -> Column:
         name = find_column(columns, usual) if chosen is None else chosen

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from apprentice.errors import BadInput
 from datamodules.classes import ClassData
 from datamodules.mixing import Mixing
 from datamodules.preparation import Preparation, normalize
-from datamodules.streams import Finish, SampleStream
+from datamodules.streams import Augment, SampleStream
 from datamodules.transforms import Transforms
 
+ImageTask = Literal["classification", "embedding"]
+TASKS = CLASSIFICATION, EMBEDDING = get_args(ImageTask)
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of its channels
 
 
@@ -45,8 +47,7 @@ class ImageData(ClassData):
             batches get one, half the other.
         mean: of each channel, on a scale from 0 to 1, in place of the set's usual one.
         std: standard deviation of each channel, likewise.
-        augment_repeats: repeated augmentation, as in DeiT: a batch has each of its samples so many times, each time
-            augmented by a draw of its own; an epoch has as many batches as ever, and so fewer samples.
+        task: what nets learn: `classification`, or `embedding`, for which no student sees a label; default: the set's.
         options: those of ClassData.
     """
 
@@ -55,9 +56,6 @@ class ImageData(ClassData):
     std: tuple[float, ...]
     levels: int = 255
     flips: bool = False
-    training_options = ClassData.training_options | {
-        "augment", "transforms", "mixup", "cutmix", "augment_repeats",
-    }  # fmt: skip
 
     def __init__(
         self,
@@ -69,12 +67,18 @@ class ImageData(ClassData):
         cutmix: float = 0.0,
         mean: list[float] | None = None,
         std: list[float] | None = None,
-        augment_repeats: int | None = None,
+        task: ImageTask | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
+        if task not in {None, *TASKS}:
+            raise BadInput("data.task", task, " or ".join(TASKS))
+        if task == EMBEDDING and self.labelled is not None:
+            raise BadInput(
+                "data.labelled", self.labelled, "not allowed with `data.task embedding`, which has no labels"
+            )
+        self.task = task or self.task
         self.augment, self.transforms, self.mixing = augment, transforms or [], Mixing(mixup, cutmix)
-        self._set_copies(augment_repeats)
         if self.mixing and self.labelled is not None:
             raise BadInput("data.labelled", self.labelled, "all labels, as `data.mixup` and `data.cutmix` mix them")
         channels = len(type(self).mean)
@@ -86,17 +90,6 @@ class ImageData(ClassData):
                 raise BadInput(f"data.{flag}", values, count if low else f"{count}, above 0")
             setattr(self, flag, tuple(values))
 
-    def _set_copies(self, augment_repeats: int | None) -> None:
-        if augment_repeats is None:
-            return
-        if augment_repeats < 1:
-            raise BadInput("data.augment_repeats", augment_repeats, "a whole number of at least 1")
-        if augment_repeats > 1 and self.train_inputs_repeat:
-            expected = "`data.augment true` or `data.transforms` beside it, or the copies would be equal"
-            raise BadInput("data.augment_repeats", augment_repeats, expected)
-        self._check_partition("augment_repeats", augment_repeats > 1 and augment_repeats)
-        self.copies = augment_repeats
-
     def setup(self, stage: str | None = None) -> None:
         """Read the data as InMemoryData does; then try the transforms on an image of zeros."""
         super().setup(stage)
@@ -105,6 +98,15 @@ class ImageData(ClassData):
     @functools.cached_property
     def _keyed_transforms(self) -> Transforms:
         return Transforms(self.transforms, self.input_shape)
+
+    @property
+    def shows_labels(self) -> bool:
+        return self.task != EMBEDDING and super().shows_labels
+
+    def labelled_samples(self) -> Tensor | None:
+        if self.task != EMBEDDING:
+            return super().labelled_samples()
+        return torch.zeros(len(self._true_labels), dtype=torch.bool)
 
     @property
     def train_inputs_repeat(self) -> bool:
@@ -134,10 +136,9 @@ class ImageData(ClassData):
         streamed = training and isinstance(self.split("train"), SampleStream)  # workers have augmented these
         if isinstance(batch, Batch) and training and not streamed and not self.train_inputs_repeat:
             epoch = batch.step // math.ceil(self.sizes["train"] / self.batch_size)
-            draws = batch.index if batch.draws is None else batch.draws
-            batch = batch._replace(inputs=self.augmented(batch.inputs, epoch, draws))
+            batch = batch._replace(inputs=self.augmentation(batch.inputs, epoch, batch.index))
             if isinstance(batch.mixed, Partners):
-                second = self.augmented(batch.mixed.inputs, epoch, batch.mixed.index)
+                second = self.augmentation(batch.mixed.inputs, epoch, batch.mixed.index)
                 batch = batch._replace(mixed=batch.mixed._replace(inputs=second))
         batch = super().on_after_batch_transfer(batch, dataloader_idx)
         if training and isinstance(batch, Batch) and isinstance(batch.mixed, Partners):
@@ -145,12 +146,8 @@ class ImageData(ClassData):
             batch = self.mixing(batch._replace(mixed=batch.mixed._replace(inputs=second)), self.order_seed)
         return batch
 
-    def augmented(self, images: Tensor, epoch: int, index: Tensor) -> Tensor:
-        """Augment stored images (B, C, H, W) for an epoch; `index` (B,) has their places in the data set."""
-        return self.finish(images, epoch, index)
-
     @property
-    def finish(self) -> Finish:
+    def augmentation(self) -> Augment:
         """Augmentation, by the workers where images are streamed, otherwise on the device."""
         return Augmentation(self.order_seed, self.augment, self.flips, self._keyed_transforms)
 

@@ -15,7 +15,7 @@ from apprentice import keyed
 from apprentice.batch import HIDDEN, Batch, Partners
 from apprentice.private import tree_flatten
 from datamodules.splits import Samples
-from datamodules.streams import Finish, SampleStream, read_batches
+from datamodules.streams import Augment, SampleStream, read_batches
 
 
 class EpochOrder:
@@ -54,10 +54,6 @@ class EpochOrder:
     @property
     def _turn(self) -> int:
         return 0 if self._repeats else self.epoch
-
-    def places(self, index: Tensor) -> Tensor:
-        """Return the samples' places in their set, of some `indices`; others where a sample comes several times."""
-        return index
 
     def share(self, start: int, count: int, rank: int, replicas: int) -> Tensor:
         """Return (b,) int64, a rank's rows of the global batch of `count` samples from `start` on; b may be 0."""
@@ -111,7 +107,7 @@ class TrainLoader(Resumable):
 
     The last batch may be smaller; none is dropped. Every rank gets the same number of batches, some perhaps empty.
     `labelled` (n,) bool, on the CPU, tells whose labels are not to be hidden. With `partners` a batch brings for each
-    row the sample of the row before, to be mixed with. `finish` augments streamed inputs. `weights` (classes,) float64
+    row the sample of the row before, to be mixed with. `augment` augments streamed inputs. `weights` (classes,) float64
     are those of the classes. `label_weight` is that of batches, of samples that have as many labels each.
     """
 
@@ -122,7 +118,7 @@ class TrainLoader(Resumable):
     replicas: int = 1
     labelled: Tensor | None = None
     partners: bool = False
-    finish: Finish | None = None
+    augment: Augment | None = None
     weights: Tensor | None = None
     label_weight: float | None = None
 
@@ -134,33 +130,28 @@ class TrainLoader(Resumable):
         epoch, start, order = self.sampler.epoch, self.sampler.start(), self.sampler.indices()
         device, ahead = self.split.labels.device, deque[tuple[Tensor, Tensor, Tensor]]()
         known = None if self.labelled is None else self.labelled.to(device)
-        streamed, place_of, class_weights = (
-            isinstance(self.split, SampleStream),
-            self.sampler.places,
-            self._class_weights(),
-        )
+        class_weights = self._class_weights()
 
         def places() -> Iterator[Tensor]:
             for first in range(start * self.batch_size, len(order), self.batch_size):
                 whole = order[first : first + self.batch_size]
                 rows = self.sampler.share(first, len(whole), self.rank, self.replicas)
                 index = whole[torch.cat([rows, rows - 1]) if self.partners else rows].to(device, non_blocking=True)
-                ahead.append((place_of(whole), rows.to(device, non_blocking=True), index))
-                yield index if streamed else place_of(index)
+                ahead.append((whole, rows.to(device, non_blocking=True), index))
+                yield index
 
-        batches = read_batches(self.split, places(), self.finish, epoch)
+        batches = read_batches(self.split, places(), self.augment, epoch)
         for step, (inputs, true) in enumerate(batches, epoch * len(self) + start):
-            whole, rows, draws = ahead.popleft()
-            index = place_of(draws)
+            whole, rows, index = ahead.popleft()
             b, labels, weight, mixed = len(rows), true, self.label_weight, None
             if known is not None:
                 labels = true.where(known[index], HIDDEN)
                 weight = len(whole) / max(int(cast("Tensor", self.labelled)[whole].sum()), 1)
             if self.partners:
-                mixed = Partners(inputs[b:], labels[b:], draws[b:])
+                mixed = Partners(inputs[b:], labels[b:], index[b:])
             yield Batch(
                 inputs[:b], labels[:b], index[:b], rows, len(whole), self.replicas, step, weight, mixed,
-                class_weights and class_weights(whole), None if index is draws else draws[:b],
+                class_weights and class_weights(whole),
             )  # fmt: skip
 
     def _class_weights(self) -> Callable[[Tensor], Tensor] | None:

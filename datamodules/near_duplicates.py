@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import PIL
 import torch
 from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from datamodules.decoded_cache import name_cache
 from datamodules.image_sources import ImageSource, with_progress
 from datamodules.splits import Split
 from datamodules.streams import SampleStream, read_batches
@@ -35,7 +35,7 @@ def recall_near_duplicates(images: ImageSource, workers: int | None, folder: Pat
     The file is named after the images and may be deleted. Where none can be written, each process works it out.
     """
     rules = "-".join(map(str, (MARGIN, BITS, SIMILAR)))
-    with _lock(folder / f"{name_cache(images)}-{rules}.groups") as file:
+    with _lock(folder / f"{_hash_images(images)}-{rules}.groups") as file:
         content = b"" if file is None else file.read()
         if len(content) == SUM + 8 * len(images.labels) and int.from_bytes(content[:SUM]) == zlib.crc32(content[SUM:]):
             return torch.frombuffer(bytearray(content[SUM:]), dtype=torch.int64)
@@ -47,6 +47,14 @@ def recall_near_duplicates(images: ImageSource, workers: int | None, folder: Pat
                 file.write(zlib.crc32(content).to_bytes(SUM) + content)
                 file.flush()
         return groups
+
+
+def _hash_images(images: ImageSource) -> str:
+    """Hash what determines the pixels of images: their sources and Pillow's version."""
+    key = hashlib.blake2b(PIL.__version__.encode(), digest_size=12)
+    for part in images.cache_key():
+        key.update(part)
+    return key.hexdigest()
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class SharedLoader(Resumable):
             yield part._replace(replicas=self.replicas, step=step)
 
 
-class DealtLoader:
+class RoundRobinLoader:
     """The first `kept` of a loader's batches, dealt to the ranks in turn: batch c goes to rank c % replicas.
 
     Every rank gets the same number of batches, the last perhaps empty. A batch stands for itself, as in `ChunkLoader`.
@@ -118,7 +118,8 @@ def draw_batches(loader: DataLoader, key: int) -> list[list[int]]:
     generator = getattr(loader.sampler, "generator", None)
     if generator is not None:
         generator.manual_seed(key)
-    return with_seed(key, lambda: list(loader.batch_sampler))  # type: ignore[arg-type]
+    sampler: Any = loader.batch_sampler
+    return with_seed(key, lambda: list(sampler))
 
 
 def fetch_batches(loader: DataLoader, key: int, batches: list[list[int]]) -> Iterator[Any]:

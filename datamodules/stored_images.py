@@ -1,4 +1,4 @@
-"""The base class of image sets that may not fit in memory: kept there, on disk, or read while training."""
+"""The base class of image sets that may not fit in memory: kept there, or read while training."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,19 +11,18 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules import fingerprints, memory
-from datamodules.decoded_cache import DecodedCache
+from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
 from datamodules.image_sources import DamagedImage, ImageSource
 from datamodules.images import IMAGENET, ImageData
-from datamodules.limits import LIMITS
 from datamodules.near_duplicates import recall_near_duplicates, repeated_values
 from datamodules.splits import Samples, Source, Split
 from datamodules.streams import SampleStream, check_workers, read_batches
 
-Cache = Literal["memory", "disk", "none"]
+Cache = Literal["memory", "none"]
 OnError = Literal["stop", "skip"]
 Sets = dict[str, Any]  # of ImageSource: train, test, and perhaps validation
-FOLDER = ".apprentice"  # of caches, beside the images
+FOLDER = ".apprentice"  # of near duplicates, beside the images
 CHECKED = 64  # images that a worker checks at once
 
 
@@ -35,13 +34,12 @@ class StoredImages(ImageData):
     Args:
         image_size: resize the short side of each image to so many pixels, and crop the centre. Required unless all
             images have one size.
-        cache: where decoded images are kept: in `memory`; on `disk`, written before training unless an earlier run has
-            done it; or nowhere, `none`: then they are decoded at each use. Default: in memory if they fit, otherwise
-            nowhere. Results do not depend on it.
-        cache_dir: the folder of the cache on disk, and of groups of near duplicates; default: `.apprentice` beside the
-            images. It may be deleted.
+        cache: where decoded images are kept: in `memory`; or nowhere, `none`: then they are decoded at each use.
+            Default: in memory if they fit, otherwise nowhere. Results do not depend on it.
+        cache_dir: the folder of the groups of near duplicates; default: `.apprentice` beside the images. It may be
+            deleted.
         num_workers: processes for each device that read, and augment, ahead; with `memory`, that only augment. Default:
-            this machine's cores over its devices, and none with `memory` or `disk`. Results do not depend on it.
+            this machine's cores over its devices, and none with `memory`. Results do not depend on it.
         on_error: at an image that can't be read `stop` the run; or check all images before training, in one pass, and
             `skip` those that can't be read, counted in a line.
         group_duplicates: where the test set is drawn, because there is none: keep images that are equal, or nearly so
@@ -50,7 +48,7 @@ class StoredImages(ImageData):
         options: those of ImageData; `mean` and `std` are ImageNet's by default.
 
     Raises:
-        BadInput: an image can't be read, or the images do not fit in the cache.
+        BadInput: an image can't be read, or the images do not fit in memory.
     """
 
     mean, std = IMAGENET
@@ -81,14 +79,11 @@ class StoredImages(ImageData):
         self.group_duplicates = group_duplicates
         self._encoded: list[ImageSource] = []  # of train, validation and test
 
-    def beside(self) -> Path:
-        """Return the folder of the images, which by default holds that of the cache."""
+    def images_folder(self) -> Path:
+        """Return the folder of the images, which by default holds `cache_dir`."""
         raise NotImplementedError
 
-    def _cache_folder(self) -> Path:
-        return self.cache_dir or self.beside() / FOLDER
-
-    def usable(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[ImageSource, ...]:
+    def prepare_sets(self, sets: Sets, skipped: Counter[str], place: object) -> tuple[ImageSource, ...]:
         """Return the sets for `read`: images of one size and, with `on_error` skip, readable; say what is skipped."""
         if self.on_error == "skip":
             sets = {part: self._without_damaged(part, images, skipped) for part, images in sets.items()}
@@ -116,7 +111,7 @@ class StoredImages(ImageData):
         if not self.group_duplicates:
             return None
         images = cast("ImageSource", source)
-        groups = recall_near_duplicates(images, self.num_workers, self._cache_folder())
+        groups = recall_near_duplicates(images, self.num_workers, self.cache_dir or self.images_folder() / FOLDER)
         members = [(groups == group).nonzero().flatten() for group in repeated_values(groups)]
         if members:
             count = sum(map(len, members))
@@ -149,23 +144,17 @@ class StoredImages(ImageData):
             size = "x".join(map(str, self.input_shape))
             sizes = f"{count} of {size} take {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available"
             if self.cache == "memory":
-                advice = (
-                    "give `data.cache disk` or none, a smaller `data.image_size`, `data.train_size` or `data.test_size`"
-                )
+                advice = "give `data.cache none`, a smaller `data.image_size`, `data.train_size` or `data.test_size`"
                 raise BadInput("data.cache", self.cache, f"images that fit in memory: {sizes}; {advice}")
             self.say(f"images are read while training (cache none): {sizes}")
             self.cache = "none"
 
     def hold(self, source: Source, places: Tensor) -> Samples | SampleStream:
-        """Return decoded images in memory or on disk, or encoded ones that are read while training."""
+        """Return decoded images, or encoded ones that are read while training."""
         images = cast("ImageSource", source)
         self._encoded.append(images.part(places))
         if self.cache == "none":
             return SampleStream(self._encoded[-1], self.num_workers)
-        if self.cache == "disk":
-            return SampleStream(
-                DecodedCache(images, places, self._cache_folder(), self.num_workers), self.num_workers or 0
-            )
         decoded = images.take(places)
         return SampleStream(decoded, self.num_workers) if self.num_workers else decoded
 

@@ -14,7 +14,7 @@ from apprentice.errors import BadInput
 from datamodules.splits import Samples, Source, Split
 
 MOST_WORKERS = 512  # of a rank
-Finish = Callable[[Tensor, int, Tensor], Tensor]  # augments stored inputs (k, ...) of an epoch, with index (k,)
+Augment = Callable[[Tensor, int, Tensor], Tensor]  # augments stored inputs (k, ...) of an epoch, with index (k,)
 
 
 class SampleStream:
@@ -24,16 +24,13 @@ class SampleStream:
         self.source, self.workers, self.labels = source, workers, source.labels
         self.pinned, self.sharing = False, 1
 
-    def take(self, chosen: Tensor, finish: Finish | None = None, epoch: int = 0) -> Split:
-        """Read and augment the samples at these (k,) places, each once even if it is there twice.
-
-        Beyond the n samples the same ones are counted again, with an augmentation of their own.
-        """
+    def take(self, chosen: Tensor, augment: Augment | None = None, epoch: int = 0) -> Split:
+        """Read and augment the samples at these (k,) places, each once even if it is there twice."""
         unique, inverse = chosen.cpu().unique(return_inverse=True)
         repeats = len(unique) < len(chosen)
         places = unique if repeats else chosen.cpu()
-        inputs, labels = self.source.take(places % max(len(self.labels), 1))
-        split = Split(inputs if finish is None else finish(inputs, epoch, places), labels)
+        inputs, labels = self.source.take(places)
+        split = Split(inputs if augment is None else augment(inputs, epoch, places), labels)
         return split.take(inverse) if repeats else split
 
     def to(self, device: torch.device, sharing: int = 1) -> "SampleStream":
@@ -42,7 +39,7 @@ class SampleStream:
         rank.pinned, rank.sharing = device.type == "cuda", sharing
         return rank
 
-    def read(self, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0) -> Iterator[Split]:
+    def read(self, batches: Iterable[Tensor], augment: Augment | None = None, epoch: int = 0) -> Iterator[Split]:
         """Read samples with augmented inputs; `batches` are their places (k,).
 
         Raises:
@@ -55,7 +52,7 @@ class SampleStream:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
             loader = DataLoader(
-                _Reader(self, finish, epoch), batch_size=None, sampler=batches, collate_fn=_identity,
+                _Reader(self, augment, epoch), batch_size=None, sampler=batches, collate_fn=_identity,
                 num_workers=workers, pin_memory=self.pinned, worker_init_fn=quiet_worker,
                 generator=torch.Generator(),  # otherwise it draws from torch's
             )  # fmt: skip
@@ -77,21 +74,21 @@ class SampleStream:
 class _Reader(Dataset):
     """Reads the samples at places; returns a fault, as an exception in a worker would lose its message."""
 
-    def __init__(self, samples: SampleStream, finish: Finish | None, epoch: int) -> None:
-        self.samples, self.finish, self.epoch = samples, finish, epoch
+    def __init__(self, samples: SampleStream, augment: Augment | None, epoch: int) -> None:
+        self.samples, self.augment, self.epoch = samples, augment, epoch
 
     def __getitem__(self, chosen: Tensor) -> Split | BadInput:
         try:
-            return self.samples.take(chosen, self.finish, self.epoch)
+            return self.samples.take(chosen, self.augment, self.epoch)
         except BadInput as fault:
             return fault
 
 
 def read_batches(
-    samples: Samples | SampleStream, batches: Iterable[Tensor], finish: Finish | None = None, epoch: int = 0
+    samples: Samples | SampleStream, batches: Iterable[Tensor], augment: Augment | None = None, epoch: int = 0
 ) -> Iterator[Split]:
-    """Read samples; `batches` are their places (k,). `finish` augments streamed ones."""
-    return samples.read(batches, finish, epoch) if isinstance(samples, SampleStream) else map(samples.take, batches)
+    """Read samples; `batches` are their places (k,). `augment` augments streamed ones."""
+    return samples.read(batches, augment, epoch) if isinstance(samples, SampleStream) else map(samples.take, batches)
 
 
 def check_workers(count: int | None, flag: str) -> None:

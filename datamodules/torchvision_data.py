@@ -1,4 +1,4 @@
-"""Data sets that torchvision downloads and reads, with its addresses and checksums."""
+"""MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100: torchvision downloads and reads them, with its checksums."""
 
 import contextlib
 import http.client
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torchvision.datasets
 from torchvision.datasets import VisionDataset
 from torchvision.datasets.utils import calculate_md5
 
 from apprentice.errors import BadInput
-from datamodules.images import ImageData
+from datamodules.images import IMAGENET, ImageData
 from datamodules.splits import Split
 
 PATIENCE = 9.0  # a download is abandoned after so many seconds without a byte, at the latest after twice as many
@@ -119,6 +120,65 @@ class TorchvisionData(ImageData):
             f"{'; '.join(corrupt) or _one_line(error)}. Put {names} into {archives[0][0].parent.absolute()}, "
             "or take `data Digits`, which needs no download"
         )
+
+
+class MNIST(TorchvisionData):
+    """70,000 handwritten digits, 28 x 28: 60,000 train, 10,000 test (LeCun et al., 1998). `root` holds `MNIST/raw/`."""
+
+    source: type[torchvision.datasets.MNIST] = torchvision.datasets.MNIST
+    input_shape = (1, 28, 28)
+    class_names = tuple("0123456789")
+    mean, std = (0.1307,), (0.3081,)
+
+    def origin(self) -> Origin:
+        """Four archives, in one folder with the extracted files; torchvision checks the archives' sums only."""
+        folder = self.root / self.source.__name__ / "raw"
+        return Origin(self.source.mirrors, [(folder / name, md5) for name, md5 in self.source.resources], folder)
+
+
+class FashionMNIST(MNIST):
+    """70,000 grey pictures of clothing, 28 x 28: 60,000 train, 10,000 test (Xiao et al., 2017)."""
+
+    source = torchvision.datasets.FashionMNIST
+    class_names = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+    mean, std = (0.2860,), (0.3530,)  # of the 60,000
+    flips = True
+
+
+class CIFAR10(TorchvisionData):
+    """60,000 colour photographs, 32 x 32, of ten classes: 50,000 train, 10,000 test (Krizhevsky, 2009)."""
+
+    source: type[torchvision.datasets.CIFAR10] = torchvision.datasets.CIFAR10
+    input_shape = (3, 32, 32)
+    class_names: tuple[str, ...] = (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
+    mean, std = IMAGENET  # as in the distillation tutorial
+    flips = True
+
+    def origin(self) -> Origin:
+        """One archive, in `root` itself; torchvision checks the sum of each extracted file."""
+        source = self.source
+        return Origin([source.url], [(self.root / source.filename, source.tgz_md5)], self.root / source.base_folder)
+
+
+class CIFAR100(CIFAR10):
+    """60,000 colour photographs, 32 x 32, of a hundred classes: 50,000 train, 10,000 test (Krizhevsky, 2009)."""
+
+    source = torchvision.datasets.CIFAR100
+    class_names = tuple(
+        """
+        apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel
+        can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur
+        dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion
+        lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter
+        palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road
+        rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower
+        sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+        willow_tree wolf woman worm
+        """.split()  # noqa: SIM905 - a hundred strings are no list that one reads
+    )
+    mean, std = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)  # as in RepDistiller
 
 
 def fetch(download: Callable[[], object], targets: Sequence[Path]) -> None:

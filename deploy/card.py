@@ -20,7 +20,9 @@ from harness.runs import environment
 from harness.runs.facts import NetFacts
 from harness.runs.nets import read_spec
 
-PIPELINES = {"images": "image-classification", "bytes": "text-classification"}  # names of tasks on the hub
+# Names of tasks on the hub.
+PIPELINES = {"images": "image-classification", "bytes": "text-classification"}
+EMBEDDING_PIPELINES = {"images": "image-feature-extraction"}
 METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
 TEACHER = "teacher"
 USE_LANGUAGE_MODEL = """## Use
@@ -73,7 +75,8 @@ def _results(run: Path) -> Results | None:
 
 def _head(path: NetPath, facts: NetFacts, results: Results | None) -> dict[str, Any]:
     """Return what the hub reads."""
-    pipeline = PIPELINES.get(facts.inputs.kind) if facts.task == "classification" else None
+    pipelines = {"classification": PIPELINES, "embedding": EMBEDDING_PIPELINES}.get(facts.task, {})
+    pipeline = pipelines.get(facts.inputs.kind)
     head: dict[str, Any] = {"library_name": "onnx", "tags": ["knowledge-distillation", "pytorch", "safetensors"]}
     if pipeline:
         head["pipeline_tag"] = pipeline
@@ -104,7 +107,8 @@ def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Result
     is_teacher = name.partition("-")[0] == TEACHER  # also of several, such as teacher-big
     how = "was trained as a teacher" if is_teacher else "is a student of a comparison of distillation methods"
     learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
-    for_what = f"{what} of {len(facts.classes)} classes" if facts.task != "tokens" else "texts"
+    kinds = {"tokens": "texts", "embedding": f"embeddings of {what}"}
+    for_what = kinds.get(facts.task, f"{what} of {len(facts.classes)} classes")
     return f"A {net} of {count(parameters)} parameters for {for_what}. It {how}{learnt}."
 
 
@@ -117,7 +121,8 @@ def _use(facts: NetFacts) -> Iterator[str]:
         lines += [f"mean: {[*facts.inputs.mean]}", f"standard deviation: {[*facts.inputs.std]}"]
         lines += ["resized so that the image just covers the size, then cropped at the centre"]
     names = ", ".join(facts.classes[:20]) + f" and {len(facts.classes) - 20} more" * (len(facts.classes) > 20)
-    lines += [f"classes: {names} (`{LABELS.name}`)", f"{_file(ONNX)}; {_file(PROGRAM)}", _file(WEIGHTS)]
+    lines += [f"classes: {names} (`{LABELS.name}`)"] if facts.classes else []
+    lines += [f"{_file(ONNX)}; {_file(PROGRAM)}", _file(WEIGHTS)]
     yield "\n".join(f"- {line}" for line in lines)
 
 

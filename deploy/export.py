@@ -1,4 +1,4 @@
-"""Export: a trained net as a folder that runs without this project, with a model card; and a push of it to a hub."""
+"""Export: a trained net as a folder that runs without this project, with a model card."""
 
 import sys
 from argparse import Namespace
@@ -13,7 +13,6 @@ from apprentice import extras, keyed
 from apprentice.errors import BadInput
 from deploy.card import model_card
 from deploy.export_folder import CARD, FOLDER, FORMATS, LABELS, SPEC, USE
-from deploy.hub import check_repo, push
 from deploy.verify import fault_of, read_back
 from deploy.writers import EXTRA, write_files
 from harness import cli
@@ -22,6 +21,7 @@ from harness.runs.facts import KEYS, NetFacts
 from harness.runs.files import UNFINISHED, atomic_folder, can_be_written, write_text
 from harness.runs.launch import find_launch, is_main_process
 from harness.runs.nets import load_net, read_facts, read_spec, write_spec
+from lit_modules.tasks import CLASSES, task_class
 
 TEMPLATES = Path(__file__).parent / "use"
 TRIED = 64  # random inputs by which files are compared with the net
@@ -35,10 +35,6 @@ class Options(cli.OneSeedOptions):
     """the net's folder, such as RUN/seed0/kd."""
     out: str | None = cli.option("exported", on_resume=cli.CALL)
     """the folder that is written."""
-    push: str | None = None
-    """a repository on the Hugging Face hub that gets the folder, as NAME/MODEL; it is made if it is not there."""
-    push_public: bool = cli.option(False, needs={"push": "NAME/MODEL"})
-    """whether a repository that is made is public."""
     overwrite: bool = cli.option(False, on_resume=cli.CALL)
     """replace an export in that folder."""
     why_one: ClassVar[str] = "nothing is drawn"
@@ -54,20 +50,16 @@ class Options(cli.OneSeedOptions):
 
 
 def export(config: Namespace) -> None:
-    """Export a net, and push it; SystemExit with code 1 if a file could not be written as the net is."""
+    """Export a net; SystemExit with code 1 if a file could not be written as the net is."""
     if not config.run:
         raise BadInput("run", "(nothing)", "a net's folder, as RUN/seed0/kd")
     out = Path(config.out)
     check_folder(out, "out", config.overwrite)
-    if config.push is not None:
-        check_repo(config.push)
     if not is_main_process():
         sys.stderr.write(f"nothing is left to do for {find_launch()}: rank 0 exports\n")
         return
     with signals.advise_at_stop(f"stopped; {out} is as it was\n"):
         export_nets({Path(config.run): out})
-    if config.push:
-        print(push(out, config.push, private=not config.push_public))
 
 
 def export_nets(folders: dict[Path, Path]) -> None:
@@ -108,11 +100,13 @@ def export_net(folder: Path, out: Path) -> dict[str, str]:
         raise BadInput("run", folder, f"a net whose net.yaml says its {', '.join(KEYS[1:])}; train it again")
     net = load_net(folder).float()
     inputs, count = example_of(net, facts)
-    facts = facts if facts.classes else replace(facts, classes=tuple(map(str, range(count))))
+    has_classes = task_class(facts.task).outputs == CLASSES
+    facts = facts if facts.classes or not has_classes else replace(facts, classes=tuple(map(str, range(count))))
     with atomic_folder(out) as unfinished:
         write_spec(read_spec(folder), unfinished, facts)
         failed = _write_formats(net, inputs, facts, unfinished)
-        write_text(unfinished / LABELS.name, "".join(f"{name}\n" for name in facts.classes))
+        if has_classes:
+            write_text(unfinished / LABELS.name, "".join(f"{name}\n" for name in facts.classes))
         write_text(unfinished / USE.name, (TEMPLATES / f"{facts.inputs.kind}.py.txt").read_text("utf-8"))
         write_text(unfinished / CARD.name, model_card(folder, facts, sum(p.numel() for p in net.parameters())))
     for file in failed:  # of an earlier export

@@ -3,15 +3,14 @@
     python experiments/attention.py                                        # all of it: minutes on 2 CPU cores
     python experiments/attention.py --parts kernels --lengths 1024 4096 --dtypes bfloat16
     python experiments/attention.py --backends math flash --head_dim 128
-    python experiments/attention.py --parts decoding --heads 32 --kv_heads 32 8 1
     python experiments/attention.py --out FOLDER --resume true             # go on; measured rows are kept
     python experiments/attention.py --quick true                           # small sizes, to see what comes out
 
 The experiment of PyTorch's tutorial on scaled dot product attention, as a study: kernels by themselves, forward and
-backward; sliding windows; decoding, one query and a long cache; a block of self-attention, dense and jagged, eager and
-compiled; our layers beside torch's; the tutorial's own shapes beside the figures it prints; a profile of the causal
-block. Lists what the machine can't run with torch's reason. OUT/ holds report.html, results.json and .md, kernels.png,
-blocks.png, and Chrome traces of the block, eager and compiled.
+backward; a block of self-attention, dense and jagged, eager and compiled; our layers beside torch's; the tutorial's own
+shapes beside the figures it prints; a profile of the causal block. Lists what the machine can't run with torch's
+reason. OUT/ holds report.html, results.json and .md, kernels.png, blocks.png, and Chrome traces of the block, eager and
+compiled.
 """
 
 from harness import start

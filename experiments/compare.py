@@ -2,12 +2,11 @@
 
     python experiments/compare.py runs/t4 runs/t8
     python experiments/compare.py runs/t4 runs/t8 --out runs/temperatures
-    python experiments/compare.py runs/t4 runs/t8 --against variants.kd.temperature    # the picture has it as its axis
 
-Runs of kd.py, of gpt.py or of quantize.py; those of gpt.py also with those of kd.py on texts. A row for each student,
-language model or format: the test metric over seeds, and the paired difference to the first run's `ce` (its language
-model, its float32) with its 95 % interval, where both runs had the same data and have seeds in common. No verdict is
-given where runs differ in other settings than those of the methods. Reads the runs' records, no data; takes seconds.
+Runs of kd.py or of gpt.py; those of gpt.py also with those of kd.py on texts. A row for each student or language model:
+the test metric over seeds, and the paired difference to the first run's `ce` (its language model) with its 95 %
+interval, where both runs had the same data and have seeds in common. No verdict is given where runs differ in other
+settings than those of the methods. Reads the runs' records, no data; takes seconds.
 With --pool, runs of kd.py that differ in their seeds alone become one run with all of these seeds.
 """
 
@@ -50,9 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = "where the results go; by default a folder under runs/compare/"
     parser.add_argument("--out", type=expand_home, metavar="FOLDER", help=where)
     parser.add_argument(
-        "--against", metavar="FLAG", help="a setting in whose numbers the runs differ: the picture's axis"
-    )
-    parser.add_argument(
         "--pool", action="store_true", help="runs that differ in their seeds alone: one table of all seeds"
     )
     with console():
@@ -66,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 saved = comparison.save_pool(results, arguments.out, again)
                 print(f"{texts.text(results)}\n\n{saved}/report.html, results.md, .png, .json")
                 return
-            compared = comparison.compare(runs, arguments.against)
+            compared = comparison.compare(runs)
             folder = comparison.save(compared, arguments.out, again)
         except BadInput as error:
             parser.error(with_flag(error).removeprefix("--RUN "))  # the runs are given without a flag

@@ -1,11 +1,10 @@
-"""A trained net as a folder that runs without this project, with a model card; pushed to a hub if you like.
+"""A trained net as a folder that runs without this project, with a model card.
 
     python experiments/export.py --run RUN/seed0/kd --out exported
-    python experiments/export.py --run RUN/seed0/kd --out exported --overwrite true --push NAME/MODEL
 
 The folder has model.onnx, model.pt2, weights.safetensors, net.yaml, labels.txt, use.py and README.md, the card. Files
 are read again in a fresh process and compared with the net. Needs an extra: pip install --no-build-isolation -e
-'.[export]', and '.[export,hub]' for --push.
+'.[export]'
 """
 
 from harness import start
@@ -21,7 +20,7 @@ from harness.runs.session import session
 
 
 def parser() -> cli.Parser:
-    """The command line: a net, a folder, a repository."""
+    """The command line: a net, a folder."""
     return cli.Parser("export.py", (__doc__ or "").split("\n", 1)[0], Options)
 
 

@@ -29,7 +29,7 @@ from harness import cli
 from harness.cli import GROWS, Limit, at_least, option
 from harness.runs.exactness import DEVICES, settle_exact
 from harness.runs.session import Session, session
-from harness.studies.choices import given_by_data
+from harness.studies.choices import arguments_set_by_data
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.text.equal import Budget
 from harness.studies.text.language_model import NAME, sample
@@ -41,7 +41,6 @@ from lit_modules import nets
 from lit_modules.language_model import LitLanguageModel
 
 LONGEST = 2**20  # tokens in a cache
-OF_SAMPLING = ("sample", "run", "samples", "temperature", "top_k", "sample_seed")
 MOST_SAMPLES = 1000  # a net writes them as one batch
 BY_EPOCHS: dict[str, Any] = {  # a search compares settings after epochs
     "trainer.max_steps": -1, "trainer.max_epochs": 6, "trainer.val_check_interval": 1.0,
@@ -59,17 +58,17 @@ class Options(TuningOptions):
     """let torch.compile make kernels for the net, on one device or under ddp."""
     sample: str | None = option(None, needs={"run": "FOLDER"})
     """a prompt that the net in --run continues; nothing is trained."""
-    run: str | None = option(None, needs={"sample": "PROMPT"})
+    run: str | None = option(None, needs={"sample": "PROMPT"}, acts_with="sample")
     """the folder of a finished run, of a net as RUN/seed0/kd, or of a model of transformers."""
     samples: int = option(1, Limit(
         lambda count: 1 <= count <= MOST_SAMPLES, f"a number of texts, at least 1, at most {MOST_SAMPLES}"
-    ))  # fmt: skip
+    ), acts_with="sample")  # fmt: skip
     """how many texts to write, after training too."""
-    temperature: float = option(0.8, Limit(lambda value: 0 <= value < float("inf"), "0 or more"))
+    temperature: float = option(0.8, Limit(lambda value: 0 <= value < float("inf"), "0 or more"), acts_with="sample")
     """divides the logits; 0 takes the likeliest token."""
-    top_k: int | None = option(None, Limit(lambda count: count >= 1, "at least 1"))
+    top_k: int | None = option(None, Limit(lambda count: count >= 1, "at least 1"), acts_with="sample")
     """draw from so many of the likeliest tokens; from all when not given."""
-    sample_seed: int = 0
+    sample_seed: int = option(0, acts_with="sample")
     """of the draws."""
     only: list[str] | None = option(None, on_resume=GROWS)
     """of --variants, compare just these."""
@@ -100,9 +99,9 @@ def parser() -> cli.Parser:
     parser.add_choice("data", sets, "Text", about="the texts")
     net = cli.Classes((nets.Net, nn.Module), nets)
     parser.add_choice(
-        "net", net, "GPT", fixed=given_by_data, replaced_by="variants", about="the net, if it is one alone"
+        "net", net, "GPT", fixed=arguments_set_by_data, replaced_by="variants", about="the net, if it is one alone"
     )
-    parser.add_variants("variants", net, {}, fixed=given_by_data, about="one more net, to compare")
+    parser.add_variants("variants", net, {}, fixed=arguments_set_by_data, about="one more net, to compare")
     parser.add_recipes("zoo", lambda: {True: {"variants": zoo_variants()}})
     parser.add_recipes("tune", {...: BY_EPOCHS})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
@@ -127,7 +126,7 @@ class Alone(OneNet):
 
 def write(run: Session) -> None:
     """Continue `--sample`; BadInput for a flag of training, which would be ignored."""
-    run.parser.refuse_others(OF_SAMPLING, "--sample trains nothing, and writes to the terminal")
+    run.parser.refuse_others("sample", "--sample trains nothing, and writes to the terminal")
     print(*sample(run.config), sep="\n\n")
 
 

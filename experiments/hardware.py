@@ -56,10 +56,9 @@ def parser() -> cli.Parser:
     return parser
 
 
-def classifier(config: Namespace, data: datamodules.InMemoryData, split: bool = False) -> LitClassifier:
+def classifier(config: Namespace, data: datamodules.InMemoryData) -> LitClassifier:
     """Build the module, with the same first weights in every row."""
     net = make_net(config, "net", config.seeds[0], data.net_arguments)
-    net = nn.DataParallel(net) if split else net
     return LitClassifier(net, data.num_classes, **learner_options(config, data), seed=config.seeds[0])
 
 

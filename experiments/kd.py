@@ -39,7 +39,8 @@ from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
 from harness.runs.teacher_weights import TEACHER, teacher_row_name
 from harness.studies.bakeoff import BakeOff
-from harness.studies.choices import build_net, given_by_data, has_tokens, is_from_teacher, learner_options
+from harness.studies.choices import arguments_set_by_data, build_net, is_from_teacher, learner_options
+from harness.studies.kinds import options_by_task, settings_by_task
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.metrics import MetricClasses
 from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
@@ -54,7 +55,6 @@ BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
 EXPORT = "deploy.students"  # what follows training
-TEXTS = cli.Group("data", has_tokens, "harness.studies.text.options.TextOptions", "texts")  # options that they add
 
 
 @dataclass
@@ -122,14 +122,15 @@ def parser() -> cli.Parser:
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     sets = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
-    parser.add_options(TEXTS)
+    for group in options_by_task():
+        parser.add_options(group)
     net = cli.Classes((nets.Net, nn.Module), nets)
     method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
-    parser.add_choice("teacher", net, "DeepNN", fixed=given_by_data, about="the net that teaches")
+    parser.add_choice("teacher", net, "DeepNN", fixed=arguments_set_by_data, about="the net that teaches")
     about = "the net that learns"
-    parser.add_choice("student", net, "LightNN", fixed=given_by_data, replaced_by="students", about=about)
-    parser.add_variants("teachers", net, {}, fixed=given_by_data, about="one more teacher, for --taught_by")
-    parser.add_variants("students", net, {}, fixed=given_by_data)
+    parser.add_choice("student", net, "LightNN", fixed=arguments_set_by_data, replaced_by="students", about=about)
+    parser.add_variants("teachers", net, {}, fixed=arguments_set_by_data, about="one more teacher, for --taught_by")
+    parser.add_variants("students", net, {}, fixed=arguments_set_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, about="one more student")
     parser.add_recipes("only", lambda: import_module(ZOO).recipes_of_one(variants))
@@ -144,8 +145,9 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
+    parser.add_recipes("data.task", settings_by_task)
     parser.add_recipes("recipe", RECIPES)
-    parser.default_experiment("recipe", DEFAULT, unless=["data"])
+    parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
     parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless=["data.path"], choices={"data": "Chat"})
     parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
@@ -179,15 +181,17 @@ class KD(BakeOff):
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
             if is_from_teacher(config, arm.net):
-                students[arm.name] = self.made.student(arm.net, seed, teacher), objective
+                students[arm.name] = self.nets_from_teachers.student(arm.net, seed, teacher), objective
             else:
-                students[arm.name] = build_net(session, arm.net, seed_of_net), objective
+                net = build_net(session, arm.net, seed_of_net)
+                net = self.kind.prepare_student(session, net, teacher, seed_of_net)
+                students[arm.name] = net, objective
             if arm.optimizer:
                 optimizers[arm.name] = arm.optimizer
         return Distillation(
             teacher, students, data.input_shape, data.num_classes, seed=seed, **learner_options(config, data),
             teacher_cache_mb=config.teacher_cache_mb, teacher_cache_dir=config.teacher_cache_dir,
-            input_dtype=data.example.dtype, samples=data.places, labelled=data.labelled is None,
+            input_dtype=data.example.dtype, samples=data.places, labelled=data.shows_labels,
             optimizer_options=optimizers, ema=config.ema,
             **data.module_arguments, **self.kind.module_arguments(seed),
         )  # fmt: skip

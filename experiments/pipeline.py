@@ -25,7 +25,6 @@ from typing import get_args
 
 from torch import nn
 
-import strategies
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
@@ -34,10 +33,7 @@ from lab.studies.isolation import IDLE, default_devices, one_thread
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
 from lab.studies.pipeline.cases import TUTORIALS_CUT
 from lit_modules import nets
-from strategies.base.stages import group_modules
 from strategies.pipeline import Schedule
-
-TWO = ("cuda:0", "cuda:1")  # devices of one process
 
 
 def parser() -> cli.Parser:
@@ -67,15 +63,7 @@ def other_cut(net: nn.Module, layers: Sequence[nn.Module], path: str | None) -> 
 
 def module(layers: list[nn.Module], case: Case) -> Task:
     """Build a case's module, with the same first weights in every case."""
-    layers = copy.deepcopy(layers)
-    if case.kind == "inside":
-        balance = case.cut and case.cut.balance
-        stages = layers
-        if isinstance(balance, list):
-            stages = [nn.Sequential(*group) for group in group_modules(layers, balance)]
-        size = None if case.num_microbatches == 1 else case.size
-        return Task([strategies.ModelParallel(stages, TWO, size)])
-    return Task(layers, case.num_microbatches if case.kind == "one" else 1)
+    return Task(copy.deepcopy(layers), case.num_microbatches if case.kind == "one" else 1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

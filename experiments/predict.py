@@ -1,7 +1,6 @@
 """Predictions of a trained net for images or texts of your own, in a table; scores where labels are known.
 
     python experiments/predict.py --run RUN/seed0/kd --inputs FOLDER --out predictions.csv
-    python experiments/predict.py --run RUN/seed0/kd --inputs FOLDER --teacher true    # by its teacher, too
 
 The net's folder says how inputs are made (net.yaml), so no data module and no training data are needed. The table has a
 line of heads, then one for each input, in the order of their names: the most probable classes with their probabilities.

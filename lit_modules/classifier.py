@@ -11,14 +11,14 @@ from apprentice.batch import Batch, Mixed
 from lit_modules.nets.base import pipeline_stages
 from lit_modules.nets.layers import heads, run
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.specs import Spec, rebuild
 from lit_modules.objectives.base import average_labelled, replace_ignored_labels, weigh_classes
 from lit_modules.tasks import Classification, Task
 from lit_modules.training.extras import extras_of_nets
 from lit_modules.training.loop import Loop
 from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
-from lit_modules.training.predictions import Predictions
-from lit_modules.training.prepared import prepare_net
+from lit_modules.training.preparation import prepare_net
+from lit_modules.training.whole_outputs import Predictions
 
 
 class LitClassifier(Loop):
@@ -79,7 +79,7 @@ class LitClassifier(Loop):
         return run(self.net, inputs, (), beside).logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        self.checks.check_labels(outputs, batch, self.training)
+        self.reader.check_labels(outputs, batch, self.training)
         labels = replace_ignored_labels(batch.labels, batch.label_weight)
         losses = weigh_classes(self.task.loss(outputs, labels), labels, batch.class_weights)
         if isinstance(batch.mixed, Mixed):

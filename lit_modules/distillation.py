@@ -1,8 +1,7 @@
 """Distillation of one frozen teacher into any number of students in one pass over the data."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,30 +22,28 @@ from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.specs import Spec, rebuild
 from lit_modules.nets.stored import TeacherWithoutWeights
 from lit_modules.objectives.base import Objective, average_labelled
 from lit_modules.objectives.context import StepContext, call
-from lit_modules.tasks import LABELLED, Classification, Task
+from lit_modules.tasks import CLASSES, LABELLED, Classification, Task
 from lit_modules.training.averages import WeightAverages
 from lit_modules.training.extras import extras_of_nets
 from lit_modules.training.loop import Loop
+from lit_modules.training.objective_checks import build_students
 from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
-from lit_modules.training.predictions import Predictions
 from lit_modules.training.side_by_side import side_by_side
 from lit_modules.training.student import (
     CE,
     Student,
-    build_students,
-    check_parameters,
     choose_layers,
-    make_student,
+    make_students,
     replicated_buffer_names,
     zero_loss,
 )
 from lit_modules.training.teacher import exclude_teacher_from_state_dict, layers_read, store_outputs, trained_teacher
 from lit_modules.training.timed_steps import timed_steps
-from lit_modules.training.whole_outputs import Asked, Purpose
+from lit_modules.training.whole_outputs import ForwardRequest, Predictions, Purpose
 
 
 class Distillation(Loop):
@@ -116,34 +113,28 @@ class Distillation(Loop):
             self.has_teacher = False  # as a test knows nothing of it
         optimization = optimization or Optimization(optimizer, scheduler, optimizer_options)
         super().__init__(students, task or Classification(num_classes), optimization, seed, **options)
-        for name in students:
-            if hasattr(nn.ModuleDict(), name) or "." in name:
-                raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
         self.teacher = frozen
         self._batch_norms = {  # of the teacher, those by which its outputs for a sample depend on the batch
             name: globalise(m) for name, m in self.teacher.named_modules() if has_no_running_statistics(m)
         }
         self._example = torch.zeros(1, *input_shape, dtype=rebuild(input_dtype))
-        by_name = {}
-        for name, pair in students.items():
-            net, objective = rebuild(pair, f"students.{name}")
-            by_name[name] = make_student(name, net, objective, frozen, self._example, seed)
+        by_name = make_students(students, frozen, self._example, seed)
         self.students = cast("Mapping[str, Student]", nn.ModuleDict(by_name))  # which has a mapping's methods
-        check_parameters(self.teacher, self.students)
         self.objectives = {name: student.objective for name, student in self.students.items()}
-        kept = num_classes, teacher_cache_mb, teacher_cache_dir, self.print
-        self.cache = self.parts.teacher_outputs(frozen, self.objectives, *kept)
+        self.cache = self.parts.teacher_outputs(
+            frozen, self.objectives, num_classes, teacher_cache_mb, teacher_cache_dir, self.print
+        )
         self.teacher_samples = 0  # that the teacher has computed in training; again after a resume they count once
         self.teacher_stored = False  # whether its outputs were stored, and so computed once for all epochs
         self.epoch_batches, self.batches_planned = math.inf, math.inf  # of an epoch, and of the whole training
-        self._samples, self._labelled, self._asked = samples, labelled, list[Asked]()
+        self._samples, self._labelled = samples, labelled
         with any_kernel(self):
             example = self._example.expand(3, *input_shape)
             choose_layers(frozen, self.students)
             self.cache.set_objectives(self.objectives)
             self.teacher_layers = layers_read(frozen, self.objectives)
             ask = partial(self.outputs.ask, frozen, example, self.teacher_layers)
-            build_students(self.students, frozen, ask, example, seed, samples, labelled)
+            build_students(self.students, frozen, ask, example, seed, self.task.outputs, samples, labelled)
             self.outputs.choose(frozen, self.students, example, num_classes)
             batches = self.parts.batches(self.students, frozen, self._example, teacher_cache_dir, seed, self.print)
         for name, student in self.students.items():
@@ -193,7 +184,7 @@ class Distillation(Loop):
 
     def pipeline_stages(self) -> list[nn.Module]:
         """Teacher and students side by side, each cut into as many pieces as the deepest of them has."""
-        return side_by_side(self.teacher, self.students, self.asked, self._example)
+        return side_by_side(self.teacher, self.students, self.step_request, self._example)
 
     def train(self, mode: bool = True) -> "Distillation":
         """Set the students' mode; the teacher and inactive students stay in eval mode."""
@@ -216,13 +207,15 @@ class Distillation(Loop):
 
     # ---- a forward
 
-    def forward(self, inputs: Tensor, *beside: Tensor) -> tuple[Outputs | None, dict[str, Outputs]]:
-        """Outputs for inputs (b, ...): the teacher's if needed and not stored, and those of all students."""
-        asked = self.asked()
-        teacher = self.ask_teacher(inputs, asked.purpose, beside) if asked.teacher else None
-        students = [name for name in asked.students if name not in self.inactive]
+    def forward(
+        self, inputs: Tensor, *beside: Tensor, request: ForwardRequest | None = None
+    ) -> tuple[Outputs | None, dict[str, Outputs]]:
+        """Outputs for inputs (b, ...) of the teacher and of students; without a request, what a step learns from."""
+        request = request or self.step_request()
+        teacher = self.ask_teacher(inputs, request.purpose, beside) if request.teacher else None
+        students = [name for name in request.students if name not in self.inactive]
         run = self.outputs.run_student
-        return teacher, {name: run(name, self.students[name], inputs, beside, asked.purpose) for name in students}
+        return teacher, {name: run(name, self.students[name], inputs, beside, request.purpose) for name in students}
 
     @torch.no_grad()
     def ask_teacher(self, inputs: Tensor, purpose: Purpose = "all", beside: Sequence[Tensor] = ()) -> Outputs:
@@ -230,34 +223,22 @@ class Distillation(Loop):
         layers, objectives = self.teacher_layers, self.objectives
         return self.outputs.run_teacher(self.teacher, inputs, beside, layers, objectives, purpose)
 
-    def asked(self) -> Asked:
-        """What a forward computes now: what `asking` says, or what a step learns from."""
-        if self._asked:
-            return self._asked[-1]
+    def step_request(self) -> ForwardRequest:
+        """What a step learns from: the teacher's outputs if needed and not stored, and those of students."""
         elsewhere = self.runs_elsewhere()
         students = [run for run in self.runs if run not in elsewhere]  # a pipeline computes those that failed, too
         uses = any(self.objectives[run].uses_teacher for run in students if run not in self.inactive)
         purpose: Purpose = "losses" if self.training else "all"
-        return Asked(uses and self.training and not self.cache.is_filled, students, purpose)
-
-    @contextmanager
-    def asking(self, asked: Asked) -> Iterator[None]:
-        """Inside, a forward computes this; a pipeline's takes no argument but tensors."""
-        self._asked.append(asked)
-        try:
-            yield
-        finally:
-            self._asked.pop()
+        return ForwardRequest(uses and self.training and not self.cache.is_filled, students, purpose)
 
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
-        with self.asking(Asked(False, self.runs)):
-            return {name: x.logits for name, x in self(inputs)[1].items() if name not in self.inactive}
+        _, students = self(inputs, request=ForwardRequest(False, self.runs))
+        return {name: x.logits for name, x in students.items() if name not in self.inactive}
 
     def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
         """What evaluation scores, also of averages, and of the teacher if `beside` it."""
         beside = beside and self.has_teacher
-        with self.asking(Asked(beside, self.runs, "scores")):
-            teacher, students = self(inputs)
+        teacher, students = self(inputs, request=ForwardRequest(beside, self.runs, "scores"))
         averages = {name: net for name in self.active_runs if (net := self.average_of(name)) is not None}
         return Predictions(
             teacher if beside else None,
@@ -274,7 +255,7 @@ class Distillation(Loop):
         if self.cache.is_filled and not batch.is_written:
             teacher = self.cache.rows(batch)
         if students:
-            self.checks.check_labels(next(iter(students.values())).logits, batch, self.training)
+            self.reader.check_labels(next(iter(students.values())).logits, batch, self.training)
         parts = self.task.counts(batch)
         if self._labelled and LABELLED in parts:
             raise BadInput("labelled", True, "labelled=False, as the data hides labels")
@@ -292,17 +273,18 @@ class Distillation(Loop):
     def context(self, batch: Batch | None = None) -> StepContext:
         """Where training is, and which rows a batch has."""
         done = self.batches_done
-        context = StepContext(done, done / self.epoch_batches, done / self.batches_planned, samples=self._samples)
+        progress = done / self.epoch_batches, done / self.batches_planned
+        context = StepContext(done, *progress, samples=self._samples, has_labels=self.task.outputs == CLASSES)
         if batch is None:
             return context
-        return context._replace(index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)
+        return replace(context, index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Also count what the teacher computes, and check the size of the first batch."""
         if not self.batches_done:
             self.check_batch(count)
         elsewhere = [self.students[run].objective for run in self.runs_elsewhere()]
-        self.teacher_samples += count * (self.asked().teacher + sum(o.uses_teacher for o in elsewhere))
+        self.teacher_samples += count * (self.step_request().teacher + sum(o.uses_teacher for o in elsewhere))
         return super().on_global_batch(means, count)
 
     def idle_parameters(self) -> list[nn.Parameter]:
@@ -330,14 +312,16 @@ class Distillation(Loop):
         check_classes(self.teacher, names, "teacher")
 
     def on_train_start(self) -> None:
-        """Store the teacher's outputs if they will be needed again."""
+        """Stop who learns nothing; store the teacher's outputs if they will be needed again."""
         super().on_train_start()
+        for name, objective in self.objectives.items():
+            if not objective.learns and name not in self.inactive:
+                self.stop(name)
         trainer = self.trainer
         self.epoch_batches = trainer.num_training_batches
         self.batches_planned = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         if any(self.objectives[name].uses_teacher for name in self.active_runs):
-            with self.asking(Asked(True, ())):
-                store_outputs(self, self.batches_planned / self.epoch_batches, next(iter(self._batch_norms), None))
+            store_outputs(self, self.batches_planned / self.epoch_batches, next(iter(self._batch_norms), None))
 
     def on_train_end(self) -> None:
         super().on_train_end()

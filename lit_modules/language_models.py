@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lit_modules.distillation import Distillation
-from lit_modules.nets.recorded import Spec
+from lit_modules.nets.specs import Spec
 from lit_modules.objectives.cross_entropy import CrossEntropy
 from lit_modules.tasks import Task, Tokens
 from lit_modules.text.gpt2_optimization import GPT2Optimization, learning_rate

@@ -37,7 +37,6 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "hsdp": ("strategies.hsdp.HSDP", {}),
     "tensor_parallel": ("strategies.fsdp.FSDP", {"mesh": {"tensor": 2}}),
     "param_server": ("lab.strategies.param_server.ParamServer", {}),
-    "rpc_hybrid": ("lab.strategies.rpc_hybrid.RPCHybrid", {}),
     "pipeline": ("strategies.pipeline.PipelineStrategy", {}),
     "model_parallel": ("strategies.pipeline.PipelineStrategy", {"schedule": "GPipe", "num_microbatches": 1}),
 }

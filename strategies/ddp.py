@@ -168,7 +168,7 @@ class DDP(AveragesGradients):
             if len(sizes) > 1:
                 raise BadInput("", "ModelParallel", f"one number of stages throughout a module, got {sizes}")
             gpus, devices = torch.cuda.device_count(), self.parallel_devices
-            self._split_devices = devices_of(self.local_rank, sizes * len(devices), devices, gpus)
+            self._split_devices = devices_of(self.local_rank, sizes[0], devices, gpus)
         if self._one_device and len(set(self._split_devices or [])) > 1:
             raise BadInput("", "strategy", "plain ddp, without exact, for a ModelParallel on several GPUs")
         super().setup_environment()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class Sharding:
                     setattr(m, name, p)
         for m, kind, added in self._changes:
             if isinstance(m, FSDPModule):
-                m.__class__ = kind  # type: ignore[assignment]
+                cast("Any", m).__class__ = kind
                 module_state_mapping.pop(m, None)  # else torch refuses to shard it again
             for name, *keys in added:
                 for key in keys:

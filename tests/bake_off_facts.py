@@ -1,10 +1,11 @@
-"""Made-up facts of runs: of a bake-off as the experiment hands them over, of gpt.py and quantize.py as results.json."""
+"""Made-up facts of runs: of a bake-off as the experiment hands them over, of gpt.py as results.json."""
 
 from typing import Any
 
 from harness.reports.combine import combine
 from harness.reports.results import Results
-from harness.runs.records import FORMAT, FitRecord, Header, NetRecord
+from harness.runs.records import FitRecord, Header, NetRecord
+from lit_modules.tasks import BITS
 
 TEST = 400
 CE = (368, 372, 370)
@@ -84,9 +85,7 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         *groups, last = name.split("__")
         inner = config[groups[0]] if groups else config
         inner.get("init_args", inner)[last] = value
-    facts = {"objective": "CrossEntropy", "parameters": 81472, "step_ms": 32.5, "train_flops": 404_000_000_000}
-    return {
-        "format": FORMAT,
+    facts = {
         "experiment": "gpt",
         "data": {"name": "Text", "train": 900, "validation": 100, "test": 100},
         "hardware": {},
@@ -95,35 +94,10 @@ def gpt(bits: list[float], **changes: Any) -> dict[str, Any]:
         "free": FREE,
         "seeds": list(range(len(bits))),
         **SAMPLES,
-        "metric": {"name": "test_bpc", "higher_is_better": False},
-        "runs": [{**facts, "test_bpc": each, "test_loss": each, "failed": None, "epochs": []} for each in bits],
     }
-
-
-def quantized(accuracy: float = 0.89, **config: Any) -> dict[str, Any]:
-    """A run of quantize.py with this accuracy in int8."""
-    correct = round(100 * accuracy)
-    figures = {
-        "latency_ms": {"1": {"median": 0.5, "p95": 0.7}, "16": {"median": 1.3, "p95": 1.4}},
-        "images_per_second": 12307.7,
-    }
-    return {
-        "format": FORMAT,
-        "experiment": "quantize",
-        "hardware": {"cpu": "EPY", "threads": 1},
-        "versions": {},
-        "config": {
-            "data": choice("datamodules.Digits", batch_size=128),
-            "objective": choice("lit_modules.objectives.CrossEntropy"),
-            "seeds": [0],
-            "freeze_epoch": 2,
-            **config,
-        },
-        "free": FREE,
-        **SAMPLES,
-        "data": {"name": "Digits", "train": 900, "validation": 100, "test": 100},
-        "rows": [
-            {"format": "float32", "test_acc": 0.9, "test_correct": 90, "bytes": 88390, **figures},
-            {"format": "int8-qat", "test_acc": accuracy, "test_correct": correct, "bytes": 28153, **figures},
-        ],
-    }
+    figures = {"objective": "CrossEntropy", "parameters": 81472, "step_ms": 32.5, "train_flops": 404_000_000_000}
+    records = [
+        NetRecord.from_json({**figures, "test_bpc": each, "test_loss": each, "failed": None, "epochs": []})
+        for each in bits
+    ]
+    return combine(Header.read(facts), [], {"gpt": records}, [1.0] * len(bits), BITS).to_json()

@@ -75,3 +75,14 @@ class Saver(Callback):
     def save(self, trainer: Trainer, *args: object) -> None:
         if not trainer.sanity_checking:
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+class StopAt(Callback):
+    """Stops a run before a step, as the end of its time does."""
+
+    def __init__(self, run: str, step: int) -> None:
+        self.run, self.step = run, step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            pl_module.stop(self.run)

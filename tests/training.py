@@ -122,6 +122,12 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], at
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
 
 
+def near_ties(logits: torch.Tensor) -> int:
+    """In how many rows the two largest are so near that another batch size or processor may choose the other."""
+    first, second = logits.topk(2, -1).values.unbind(-1)
+    return int((first - second < 1e-5).sum())
+
+
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 

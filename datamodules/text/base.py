@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from datamodules.text.vocabulary import Subwords, Vocabulary
@@ -54,6 +56,13 @@ class TextData(InMemoryData):
     @property
     def module_arguments(self) -> dict[str, Any]:
         return {"end_tokens": self.end_tokens}
+
+    def questions(self, count: int) -> list[tuple[Tensor, Tensor]] | None:
+        """Return so many prompts (t,) of the test, each with a reference (r,), for nets to answer.
+
+        None where samples are not prompts with responses.
+        """
+        return None
 
     def check_same_texts(self, other: "TextData", flag: str, value: str) -> None:
         """Raise BadInput for `flag` unless another data module has the same texts, in other tokens."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from datamodules import splits
 from datamodules.batch_shapes import BatchShapes, TypicalBatch
+from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
-from datamodules.limits import LIMITS
 from datamodules.loaders import EpochOrder
 from datamodules.text.base import TextData
 from datamodules.text.chat_templates import CONTROL, ChatTemplate, MarkedTurns, Template
@@ -74,7 +74,6 @@ class Chat(TextData):
 
     train_inputs_repeat = False  # rows of two batches have other lengths, and the logits of all would fill the memory
     train_texts_repeat = True
-    training_options = TextData.training_options | {"sort_lengths", "pack", "loss_per"}
     free_options = TextData.free_options | {"cache_dir"}
 
     def __init__(

@@ -9,8 +9,7 @@ from typing import Any
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import Missing, need
-from datamodules.reading import check_file
-from datamodules.tables import check_names
+from datamodules.files import check_file, check_names
 from datamodules.text.conversations import NamedRow
 from datamodules.text.python_help import PythonHelp
 from datamodules.text.token_files import hash_file

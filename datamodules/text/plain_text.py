@@ -13,8 +13,8 @@ from apprentice import keyed
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
 from datamodules import fingerprints
+from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
-from datamodules.limits import LIMITS
 from datamodules.loaders import EpochOrder
 from datamodules.memory import available_bytes
 from datamodules.splits import Split, count_held_out

@@ -115,8 +115,7 @@ def _first_sentence(documented: Any) -> str | None:
     if not isinstance(text, str) or (not inspect.isclass(documented) and text == type(documented).__doc__):
         return None
     for paragraph in inspect.cleandoc(text).split("\n\n"):
-        found = SENTENCE.match(" ".join(paragraph.split()))
-        if found is not None:
-            is_fit = found[1].isascii() and SHORTEST <= len(found[1]) <= LONGEST
-            return found[1] if is_fit else None
+        if match := SENTENCE.match(" ".join(paragraph.split())):
+            sentence = match[1]
+            return sentence if sentence.isascii() and SHORTEST <= len(sentence) <= LONGEST else None
     return None

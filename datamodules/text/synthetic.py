@@ -8,12 +8,12 @@ from torch import Tensor
 from apprentice import keyed
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
+from datamodules.data_hooks import LIMITS
 from datamodules.loaders import TrainLoader
 from datamodules.memory import available_bytes
 from datamodules.splits import Split
 from datamodules.text.base import TextData
 
-PARTS = ("train", "validation", "test")
 DRAWN = 2**22  # random numbers that are drawn at once
 
 
@@ -45,7 +45,6 @@ class SyntheticTexts(TextData):
     """
 
     labels_are_answers = True
-    training_options: ClassVar[frozenset[str]] = frozenset({"batch_size"})
     free_options: ClassVar[frozenset[str]] = frozenset()
     answers: int
     drawn: int
@@ -68,6 +67,7 @@ class SyntheticTexts(TextData):
         super().__init__(
             batch_size, train_size=train_size, validation_size=validation_size, test_size=test_size, seed=seed
         )
+        self._counts = dict(zip(LIMITS, (train_size, validation_size, test_size), strict=True))
         self.block_size, self._num_tokens = block_size, vocab_size
         self.input_shape, self.label_shape = (block_size,), (block_size,)
 
@@ -86,16 +86,16 @@ class SyntheticTexts(TextData):
         """Make the texts of all parts."""
         if self._splits:
             return
-        sizes = dict(zip(PARTS, (self.train_size, self.validation_size, self.test_size), strict=True))
-        needed = sum(map(int, sizes.values())) * self.block_size * (8 + 4)  # type: ignore[arg-type]
+        total = sum(self._counts.values())
+        needed = total * self.block_size * (8 + 4)
         if needed > available_bytes():
-            expected = f"fewer texts: these {sum(map(int, sizes.values())):,} take {needed / 2**30:.1f} GiB"  # type: ignore[arg-type]
+            expected = f"fewer texts: these {total:,} take {needed / 2**30:.1f} GiB"
             raise BadInput("data.train_size", self.train_size, expected)
-        self._splits = {part: self._make(part, torch.arange(int(size or 0))) for part, size in sizes.items()}
+        self._splits = {part: self._make(part, torch.arange(count)) for part, count in self._counts.items()}
 
     def _make(self, part: str, numbers: Tensor) -> Split:
         """Make the texts of a part with these numbers (n,), some at a time."""
-        key = keyed.fold_in(self.seed, PARTS.index(part))
+        key = keyed.fold_in(self.seed, [*LIMITS].index(part))
         chunks = numbers.split(max(DRAWN // self.drawn, 1))
         texts = [self.draw(keyed.bits(key, chunk, self.drawn)) for chunk in chunks if len(chunk)]
         empty = torch.zeros(0, self.block_size, dtype=torch.int64)

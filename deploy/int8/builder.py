@@ -155,7 +155,7 @@ class Builder:
         """Build the module of quantisation-aware training."""
         objective = cli.build(self.config.objective, "objective")
         options: dict[str, Any] = {"seed": self.seed, "freeze_epoch": self.config.freeze_epoch}
-        options |= {**learner_options(self.config, self.data), "labelled": self.data.labelled is None}
+        options |= {**learner_options(self.config, self.data), "labelled": self.data.shows_labels}
         return QuantizationAware(net, objective, self.teacher(objective), **self.sizes, **options)
 
     def int8(self, net: nn.Module) -> nn.Module:

@@ -15,11 +15,10 @@ from torch import nn
 import strategies
 from apprentice.errors import BadInput, reason
 from datamodules.streams import check_workers
-from deploy.net_path import teachers_beside
 from deploy.predict.inputs import Inputs, describe_skipped, read_inputs
 from deploy.predict.predictor import Guesses, InputData, Predictor
 from deploy.predict.raw import DAMAGED
-from deploy.predict.table import HEADS, TOP, as_csv, scores
+from deploy.predict.table import HEADS, TOP, as_csv, as_npz, scores
 from harness import cli
 from harness.runs import launch, signals
 from harness.runs.facts import NetFacts
@@ -29,10 +28,10 @@ from harness.runs.progress import Lines
 from harness.runs.quiet import notice, quiet
 from harness.runs.session import Session
 from lit_modules.nets.base import cast_inputs
-from lit_modules.nets.ensemble import Ensemble
 
 LISTED = 20  # damaged inputs that are named
-STUDENT, TEACHER = "student", "teacher"
+EMBEDDING = "embedding"  # the task of nets that give vectors
+NUMPY, ZIP = ".npz", "PK\x03\x04"  # how names of such files end, and how they begin
 
 
 @dataclass
@@ -45,15 +44,14 @@ class Options(cli.OneSeedOptions):
     """a folder of images, also in folders of classes, or one image; a file of lines of text, or a folder of such files
     *.txt; or a table in CSV with a column of files or texts, and perhaps one of labels."""
     out: str | None = cli.option("predictions.csv", on_resume=cli.CALL)
-    """the table that is written, in CSV."""
+    """the table that is written, in CSV; of a net that embeds a file of numpy, as embeddings.npz, with `names` (n,) and
+    `embeddings` (n, D)."""
     top: int = cli.option(5, cli.COUNT)
     """classes of each input, the most probable first; at most all."""
     batch_size: int = cli.option(64, cli.COUNT)
     """inputs that a net sees at once; it moves last digits."""
     num_workers: int | None = None
     """processes for each device that read images ahead; by default this machine's cores over its devices."""
-    teacher: bool = False
-    """predict by the teacher beside it too, and say where both agree."""
     overwrite: bool = cli.option(False, on_resume=cli.CALL)
     """replace that table."""
     why_one: ClassVar[str] = "nothing is drawn"
@@ -80,52 +78,51 @@ def predict(run: Session) -> None:
     for flag, expected in (("run", "a net's folder, as RUN/seed0/kd"), ("inputs", "a folder of images or texts")):
         if not vars(config)[flag]:
             raise BadInput(flag, "(nothing)", expected)
-    facts, nets = _load(config.run, config.teacher)
-    out = _check_out(Path(config.out), Path(config.inputs), config.overwrite)
-    classes = _class_names(facts, nets[STUDENT])
+    facts, net = _load(config.run)
+    embeds = facts.task == EMBEDDING
+    out = _check_out(Path(config.out), Path(config.inputs), config.overwrite, embeds)
+    classes = [] if embeds else _class_names(facts, net)
     inputs = read_inputs(Path(config.inputs), facts.inputs, classes)
     notice(f"predict: {config.run} on {len(inputs.names):,} inputs of {config.inputs}; writes {out}")
     if skipped := describe_skipped(inputs):
         notice(skipped)
     with signals.advise_at_stop(f"stopped; {out} is not written\n" if launch.is_main_process() else ""):
-        read, guesses = _guess(run, nets, facts, inputs, min(max(config.top, TOP), len(classes)))
-    if not launch.is_main_process():
+        rows = _predict(run, net, facts, inputs, None if embeds else min(max(config.top, TOP), len(classes)))
+    if rows is None:
         return
+    read = rows["read"]
     damaged = (read == DAMAGED).nonzero().flatten().tolist()
-    rows = as_csv(inputs, classes, guesses, read, min(config.top, len(classes)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(out, rows.encode(errors="surrogateescape"))  # names of files as the disk has them, UTF-8 or not
-    for line in scores(inputs, classes, guesses, read):
-        print(line)
-    print(f"{len(inputs.names) - len(damaged):,} predictions: {out}")
+    if embeds:
+        write_bytes(out, as_npz(inputs, rows["outputs"], read))
+    else:
+        guesses = Guesses(rows["classes"], rows["probabilities"])
+        table = as_csv(inputs, classes, guesses, read, min(config.top, len(classes)))
+        write_bytes(out, table.encode(errors="surrogateescape"))  # names of files as the disk has them, UTF-8 or not
+        if line := scores(inputs, classes, guesses, read):
+            print(line)
+    print(f"{len(inputs.names) - len(damaged):,} {'embeddings' if embeds else 'predictions'}: {out}")
     if damaged:
         _list_damaged(inputs, damaged)
         raise SystemExit(1)
 
 
-def _load(folder: str, with_teacher: bool) -> tuple[NetFacts, dict[str, nn.Module]]:
-    """Load the net, and the teacher beside it, and read what inputs they take."""
+def _load(folder: str) -> tuple[NetFacts, nn.Module]:
+    """Load the net, and read what inputs it takes."""
     facts = read_facts(folder)
     if facts is None:
         expected = "a net whose net.yaml says how inputs are made; this one is of an older version"
         raise BadInput("run", folder, f"{expected}: train it again, or put task, inputs, versions and commit there")
-    if facts.task != "classification":
-        raise BadInput("run", folder, f"a net that classifies its inputs; its task is {facts.task}")
-    nets = {STUDENT: load_net(folder)}
-    if with_teacher:
-        shares = teachers_beside(folder)
-        for beside in shares:
-            theirs = read_facts(beside, "teacher")
-            if theirs is None or (theirs.inputs, theirs.classes) != (facts.inputs, facts.classes):
-                raise BadInput("teacher", beside, f"a net of the same inputs and classes as {folder}")
-        loaded = [load_net(beside, "teacher") for beside in shares]
-        nets[TEACHER] = Ensemble(loaded, [*shares.values()]) if len(loaded) > 1 else loaded[0]
-    return facts, nets
+    if facts.task not in {"classification", EMBEDDING}:
+        raise BadInput("run", folder, f"a net that classifies or embeds its inputs; its task is {facts.task}")
+    return facts, load_net(folder)
 
 
-def _check_out(out: Path, inputs: Path, overwrite: bool) -> Path:
+def _check_out(out: Path, inputs: Path, overwrite: bool, embeds: bool) -> Path:
     """Raise BadInput if the table can't be written, or would replace anything else than another table."""
-    check_output(out, ",".join(HEADS), "a table of predictions")
+    if embeds and out.suffix != NUMPY:
+        raise BadInput("out", out, f"a file *{NUMPY}, as embeddings{NUMPY}: this net embeds its inputs")
+    check_output(out, ZIP if embeds else ",".join(HEADS), "embeddings" if embeds else "a table of predictions")
     if out.exists() and inputs.exists() and out.samefile(inputs):
         raise BadInput("out", out, "another file than `inputs`, which it would replace")
     if out.exists() and not overwrite:
@@ -143,10 +140,10 @@ def _class_names(facts: NetFacts, net: nn.Module) -> Sequence[str]:
     return [str(number) for number in range(net(example).shape[1])]
 
 
-def _guess(
-    run: Session, nets: dict[str, nn.Module], facts: NetFacts, inputs: Inputs, top: int
-) -> tuple[torch.Tensor, dict[str, Guesses]]:
-    """Return what could be READ (n,), and each net's guesses, in the main process; nothing in others."""
+def _predict(
+    run: Session, net: nn.Module, facts: NetFacts, inputs: Inputs, top: int | None
+) -> dict[str, torch.Tensor] | None:
+    """Return by name what could be READ (n,), and what `Predictor` keeps, in the main process; nothing in others."""
     trainer = run.trainer(show=lambda _: Lines("predict"), enable_checkpointing=False)
     if not isinstance(trainer.strategy, SingleDeviceStrategy | strategies.DDP):
         raise BadInput("trainer.strategy", type(trainer.strategy).__name__, "ddp, or a single device")
@@ -154,11 +151,11 @@ def _guess(
     data = InputData(inputs.samples(facts.inputs.shape, run.config.num_workers), run.config.batch_size)
     with tempfile.TemporaryDirectory() as folder, quiet(), _one_thread():
         path = Path(folder) / "rows.pt"
-        trainer.predict(Predictor(nets, facts.inputs, path, top), data, return_predictions=False)
-        if not launch.is_main_process():
-            return torch.empty(0), {}
-        rows: dict[str, Any] = torch.load(path, weights_only=True)
-        return rows["read"], {name: Guesses(*values) for name, values in rows["guesses"].items()}
+        trainer.predict(Predictor(net, facts.inputs, path, top), data, return_predictions=False)
+        rows: dict[str, torch.Tensor] | None = None
+        if launch.is_main_process():
+            rows = torch.load(path, weights_only=True)
+        return rows
 
 
 @contextmanager

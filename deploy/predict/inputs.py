@@ -8,11 +8,10 @@ from pathlib import Path
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from apprentice.errors import BadInput
+from datamodules.files import LABELS, PATHS, TEXTS, check_file, find_column, read_csv, walk
 from datamodules.preparation import Preparation
-from datamodules.reading import check_file, walk
 from datamodules.splits import Split
 from datamodules.streams import SampleStream
-from datamodules.tables import LABELS, PATHS, TEXTS, find_column, read_csv
 from deploy.predict.raw import RawImages, encode_texts
 from harness.runs.quiet import notice
 

@@ -1,6 +1,5 @@
-"""Nets that predict samples on any number of ranks, to the same bits."""
+"""A net that predicts samples on any number of ranks, to the same bits."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,20 +48,20 @@ class InputData(LightningDataModule):
 
 
 class Predictor(LightningModule):
-    """Predicts by one net or several, and leaves what all ranks found in a file, in the order of the samples.
+    """Predicts by a net, and leaves what all ranks found in a file, in the order of the samples.
 
     Args:
-        nets: in eval mode, by name; each gives logits (b, classes).
+        net: in eval mode; gives logits (b, classes).
         preparation: how stored samples become their inputs.
-        path: the file, for torch.load: the places (n,), what was READ (n,), and the guesses by net.
-        top: number of classes that are kept of each sample.
+        path: the file, for torch.load: by name what was READ (n,), and the fields of the guesses, or `outputs` (n, D).
+        top: number of classes that are kept of each sample; None keeps whole outputs, as of a net that embeds.
     """
 
-    def __init__(self, nets: Mapping[str, nn.Module], preparation: Preparation, path: Path, top: int) -> None:
+    def __init__(self, net: nn.Module, preparation: Preparation, path: Path, top: int | None) -> None:
         super().__init__()
-        self.nets = nn.ModuleDict(nets)
+        self.net = net
         self.preparation, self.path, self.top = preparation, path, top
-        self.parts: list[tuple[Tensor, Tensor, dict[str, Guesses]]] = []
+        self.parts: list[tuple[Tensor, dict[str, Tensor]]] = []
 
     def on_predict_epoch_start(self) -> None:
         self.parts = []
@@ -71,11 +70,10 @@ class Predictor(LightningModule):
         """Keep the guesses of a chunk; returns its places (b,), as Lightning warns of a step that returns nothing."""
         if not len(batch.inputs):  # the last chunk of a rank
             return batch.index
-        guesses = {}
-        for name, net in self.nets.items():
-            dtype = next((p.dtype for p in net.parameters()), torch.float32)
-            guesses[name] = Guesses.of(net(self.preparation.normalize(batch.inputs, dtype)), self.top)
-        self.parts.append((batch.index.cpu(), batch.labels.cpu(), guesses))
+        dtype = next((p.dtype for p in self.net.parameters()), torch.float32)
+        outputs = self.net(self.preparation.normalize(batch.inputs, dtype))
+        kept = {"outputs": outputs.cpu()} if self.top is None else Guesses.of(outputs, self.top)._asdict()
+        self.parts.append((batch.index.cpu(), {"read": batch.labels.cpu(), **kept}))
         return batch.index
 
     def on_predict_epoch_end(self) -> None:
@@ -86,12 +84,8 @@ class Predictor(LightningModule):
             dist.all_gather_object(parts, self.parts)
         if not self.trainer.is_global_zero:
             return
-        rows = [part for of_rank in parts for part in of_rank]
-        places = torch.cat([index for index, _, _ in rows])
-        order, read = places.argsort(), torch.cat([labels for _, labels, _ in rows])
-        guesses = {
-            name: tuple(torch.cat(values)[order] for values in zip(*(row[2][name] for row in rows), strict=True))
-            for name in self.nets
-        }
+        chunks = [part for of_rank in parts for part in of_rank]
+        order = torch.cat([places for places, _ in chunks]).argsort()
+        rows = {name: torch.cat([values[name] for _, values in chunks])[order] for name in chunks[0][1]}
         with atomic(self.path) as temporary:
-            torch.save({"read": read[order], "guesses": guesses}, temporary)
+            torch.save(rows, temporary)

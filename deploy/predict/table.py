@@ -1,9 +1,10 @@
-"""Predictions as a table in CSV, and scores of those whose labels are known."""
+"""Predictions as a table in CSV, embeddings as a file of numpy, and scores of those whose labels are known."""
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,27 +19,30 @@ HEADS = ("file", "class", "probability")  # each table begins with them
 CHUNK = 4096  # samples that are scored at once
 
 
-def as_csv(inputs: Inputs, classes: Sequence[str], guesses: Mapping[str, Guesses], read: Tensor, top: int) -> str:
+def as_csv(inputs: Inputs, classes: Sequence[str], guesses: Guesses, read: Tensor, top: int) -> str:
     """Write a line of heads, then one for each input, in order; of one that could not be READ nothing but its name.
 
-    `guesses` are the student's, and perhaps the teacher's. Probabilities have nine digits: all of a float32.
+    Probabilities have nine digits: all of a float32.
     """
-    student, *teachers = guesses.items()
     heads = list(HEADS)
     for number in range(2, top + 1):
         heads += [f"class_{number}", f"probability_{number}"]
-    for name, _ in teachers:
-        heads += [name, f"{name}_probability"]
     heads += ["label"] if inputs.labels else []
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(heads)
-    columns = [(student[1], top), *((of_teacher, 1) for _, of_teacher in teachers)]
     for place, name in enumerate(inputs.names):
-        cells = [cell for of_net, k in columns for cell in _best(of_net, place, k, classes)]
-        row = cells if read[place] == READ else [""] * len(cells)
+        row = [*_best(guesses, place, top, classes)] if read[place] == READ else [""] * 2 * top
         table.writerow([name, *row, *([inputs.labels[place]] if inputs.labels else [])])
     return text.getvalue()
+
+
+def as_npz(inputs: Inputs, embeddings: Tensor, read: Tensor) -> bytes:
+    """Write a file of numpy with the `names` of inputs and their `embeddings` (n, D) float32, NaN where not READ."""
+    known = embeddings.float().where((read == READ)[:, None], torch.nan)
+    file = io.BytesIO()
+    np.savez(file, names=np.array(inputs.names), embeddings=known.numpy())
+    return file.getvalue()
 
 
 def _best(guesses: Guesses, place: int, k: int, classes: Sequence[str]) -> Iterator[str]:
@@ -47,21 +51,12 @@ def _best(guesses: Guesses, place: int, k: int, classes: Sequence[str]) -> Itera
         yield f"{float(probability):.9g}"
 
 
-def scores(inputs: Inputs, classes: Sequence[str], guesses: Mapping[str, Guesses], read: Tensor) -> Iterator[str]:
-    """Yield a line for each net with scores of the inputs whose labels are known, and one of their agreement."""
-    is_read = read == READ
-    if inputs.labels:
-        numbers = {name: number for number, name in enumerate(classes)}
-        labels = torch.tensor([numbers.get(name, -1) for name in inputs.labels])
-        labelled = is_read & (labels >= 0)
-        for name, of_net in guesses.items():
-            if labelled.any():
-                whose = f"{name}: " if len(guesses) > 1 else ""
-                yield f"{whose}{_score(of_net.classes[labelled], labels[labelled], len(classes))}"
-    if len(guesses) > 1 and is_read.any():
-        one, other = (of_net.classes[is_read, 0] for of_net in guesses.values())
-        share = float((one == other).double().mean())
-        yield f"{' and '.join(guesses)} agree on {100 * share:.2f} % of {len(one):,} inputs"
+def scores(inputs: Inputs, classes: Sequence[str], guesses: Guesses, read: Tensor) -> str:
+    """Return a line with scores of the inputs whose labels are known; empty if none are."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = torch.tensor([numbers.get(name, -1) for name in inputs.labels or [""] * len(inputs.names)])
+    labelled = (read == READ) & (labels >= 0)
+    return _score(guesses.classes[labelled], labels[labelled], len(classes)) if labelled.any() else ""
 
 
 def _score(guessed: Tensor, labels: Tensor, classes: int) -> str:

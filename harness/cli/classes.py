@@ -4,10 +4,9 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +57,6 @@ class Classes:
 
     is_switch: bool = False  # true and false are choices, too
     more: tuple[type, ...] = ()  # classes of ours that have short names beside the package's
-    set_by_data: frozenset[str] = frozenset()  # of `skip`, those that the chosen data give
 
     @property
     def by_name(self) -> dict[str, type]:
@@ -69,8 +67,7 @@ class Classes:
 
     def get(self, name: str) -> type | None:
         """Return the class of a short name; None for no such class. A package may import it now."""
-        ours = {chosen.__name__: chosen for chosen in self.more}
-        chosen = ours.get(name) or getattr(self.package, name, None)
+        chosen = next((ours for ours in self.more if ours.__name__ == name), getattr(self.package, name, None))
         return chosen if self.offers(chosen) and not name.startswith("_") else None
 
     def offers(self, chosen: Any) -> bool:
@@ -91,7 +88,7 @@ class Classes:
         else:
             chosen = self.get(str(name)) or {other.__name__: other for other in self.refused}.get(str(name))
         if chosen is None or chosen in self.bases:
-            raise BadInput(key, name, self.expected(name) + near_file(str(name)))
+            raise BadInput(key, name, self.expected(name))
         for refused, expected in self.refused.items():
             if issubclass(chosen, refused):
                 raise BadInput(key, name, expected)
@@ -103,8 +100,8 @@ class Classes:
 
     def _whole(self, name: Any) -> str:
         """Return an import path for a short name."""
-        ours = {chosen.__name__: f"{chosen.__module__}.{chosen.__name__}" for chosen in self.more}
-        return str(name) if "." in str(name) else ours.get(str(name), f"{self.package.__name__}.{name}")
+        module = next((ours.__module__ for ours in self.more if ours.__name__ == name), self.package.__name__)
+        return str(name) if "." in str(name) else f"{module}.{name}"
 
     def path(self, chosen: type, name: str) -> str:
         """Return the class path to write down: the package's if the class is there, that of ours, else the name."""
@@ -130,16 +127,6 @@ class Classes:
         names = list(self.by_name)
         listed = ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."])
         return f"{listed} or the import path of a class{near(name, names)}"
-
-
-def near_file(name: str) -> str:
-    """End a message with the path of a class that a file of the working directory has, or with what such a file has."""
-    for path in sorted(Path.cwd().glob("*.py")):
-        with suppress(OSError):
-            classes = re.findall(r"^class (\w+)", path.read_text("utf-8", errors="replace"), re.MULTILINE)
-            if classes and name in {*classes, path.stem, path.name}:
-                return f"; {path.name} has {path.stem}.{name if name in classes else classes[0]}"
-    return ""
 
 
 def put_working_directory_first(module_name: str = "") -> None:
@@ -168,42 +155,15 @@ def import_class(path: str, key: str, bases: tuple[type, ...] = (object,)) -> ty
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module does
-        raise BadInput(key, path, f"an import path; {_why_not(module_name, error)}") from error
+        raise BadInput(key, path, f"the import path of a class; {type(error).__name__}: {error}") from error
     target = getattr(module, name, None)
     if not inspect.isclass(target):
-        classes = [
-            other for other, value in vars(module).items() if inspect.isclass(value) and issubclass(value, bases)
-        ]
-        fault = f"is no class of {module_name}" if target is None else "is no class"
-        hint = near(name, classes) + _hidden_file(module_name) + near_file(path)
-        raise BadInput(key, path, f"the import path of a class; {name} {fault}{hint}")
+        classes = [name for name, x in vars(module).items() if inspect.isclass(x) and issubclass(x, bases)]
+        hint = near(name, classes)
+        raise BadInput(key, path, f"the import path of a class; {name} is no class of {module_name}{hint}")
     if not issubclass(target, bases):
         raise BadInput(key, path, f"a class derived from {' or '.join(base.__name__ for base in bases)}")
     return target
-
-
-def _why_not(module_name: str, error: Exception) -> str:
-    # A ModuleNotFoundError may also be of a module that the module imports itself.
-    if not isinstance(error, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{error.name}."):
-        kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
-        return f"importing {module_name} failed: {kind}{error}"
-    parent, _, missing = str(error.name).rpartition(".")
-    package = importlib.import_module(parent) if parent else None
-    if inspect.isclass(getattr(package, missing, None)):
-        return f"{error.name} is a class: give its path, or that of a class of yours that calls its methods"
-    places = getattr(package, "__path__", []) if package else None
-    others = near(missing, [module.name for module in pkgutil.iter_modules(places)])
-    return f"there is no module {error.name}{others}{_hidden_file(module_name)}"
-
-
-def _hidden_file(module_name: str) -> str:
-    """End a message with this module's file in the working directory, if another module has its name."""
-    top = module_name.partition(".")[0]
-    file = next((path for path in (Path(top, "__init__.py"), Path(f"{top}.py")) if path.is_file()), None)
-    loaded = getattr(sys.modules.get(top), "__file__", None)
-    if file is None or loaded is None or Path(loaded).samefile(file):
-        return ""
-    return f"; {file} needs another name: {loaded} has this one"
 
 
 def _is_choice(value: Any) -> bool:
@@ -276,13 +236,7 @@ def refusals(
         )
         raise BadInput(flag, error.value, whole) from error
     except kinds as error:
-        zeros = [name for name, value in choice.init_args.items() if type(value) is int and value == 0]
-        if isinstance(error, ZeroDivisionError) and len(zeros) == 1:
-            expected = f"a number other than 0, by which {choice.name} divides"
-            raise BadInput(f"{key}.{zeros[0]}", 0, expected) from error
         message = reason(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or reason(error)
-        if "can't allocate memory" in message:  # by torch
-            raise BadInput(key, choice.name, "options with which it fits in memory") from error
         raise BadInput(key, choice.name, f"options that it takes: {message}") from error
 
 

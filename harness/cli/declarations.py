@@ -13,7 +13,7 @@ from harness.cli.classes import Choice, Classes
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, FIXED, FREE, OnResume, rules_of
 from harness.cli.signatures import Signature, options_of
-from harness.cli.sources import Setting, layer
+from harness.cli.sources import FlagValue, layer
 from harness.start import called_as
 
 Recipes: TypeAlias = Mapping[Any, Mapping[str, Any]]  # by values of an option the flags that these set
@@ -36,7 +36,7 @@ class Group(NamedTuple):
     """Options that a script has where the choice at a key is of some kind."""
 
     key: str
-    applies: Callable[[Any], bool]  # to the class that is chosen
+    applies: Callable[[Choice], bool]
     path: str  # of a dataclass, imported when it is needed
     kind: str  # of the choice, such as "texts"
 
@@ -59,7 +59,7 @@ class Declarations:
         self.brought_by: dict[str, str] = {}  # of options of groups, the keys
         self.entries: dict[str, Entry] = {}
         self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
-        self._defaults: dict[str, Setting] = {}
+        self._defaults: dict[str, FlagValue] = {}
         self._recipes: list[tuple[str, Callable[[], Recipes]]] = []  # a plain option, and what its values set
         self._experiments: list[tuple[str, Any, Collection[str], Mapping[str, str]]] = []  # see `default_experiment`
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
@@ -89,7 +89,7 @@ class Declarations:
 
     def extend_options(self, choices: Mapping[str, Any]) -> None:
         """Let plain options be the script's own and those of the groups that the choices by key bring."""
-        chosen = {key: choice.target for key, choice in choices.items() if isinstance(choice, Choice)}
+        chosen = {key: choice for key, choice in choices.items() if isinstance(choice, Choice)}
         groups = [group for group in self.groups if group.key in chosen and group.applies(chosen[group.key])]
         self.options = self._with(groups)
         brought = ((name, group.key) for group in groups for name in options_of(group.options).hints)
@@ -110,13 +110,13 @@ class Declarations:
     ) -> None:
         """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
 
-        The plain option `only`, if there is one, says which of them are wanted; see `rows`.
+        The plain option `only`, if there is one, says which of them are wanted; see `arm_names`.
         """
         self.classes[key] = classes
         self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Recipes | Callable[[], Recipes]) -> None:
-        """Let a value of a plain option, or one in its list, set many flags, each of which may be given beside it.
+        """Let a value of an option, or one in its list, set many flags, each of which may be given beside it.
 
         The value `...` stands for any but None. A function is called when the option has a value.
         """

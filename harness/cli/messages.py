@@ -133,21 +133,20 @@ def near(name: Any, names: Iterable[str]) -> str:
 def near_flag(flag: str, names: Iterable[str], prefix: str = "") -> str:
     """Return flags with this one's last word, or what that usually means, as the end of a message; else near ones."""
     flags, name = {other.lower(): other for other in names}, flag.replace("-", "_").lower()
+    by_word: dict[str, list[str]] = {usual: [] for usual in USUAL}
+    for other in flags:
+        if not other.startswith(OF_TEACHER) or other.removeprefix(OF_TEACHER) not in flags:
+            by_word.setdefault(other.rpartition(".")[2], []).append(other)
+    for usual, meant in USUAL.items():
+        by_word[usual] = [other for word in meant.split() for other in by_word.get(word, ())] + by_word[usual]
     word = name.rpartition(".")[2]
     alike = difflib.get_close_matches(name, flags, 3, 0.6)
-    usual = difflib.get_close_matches(word, USUAL, 1, 0.85)  # which may be mistyped, too
-    meant = [*USUAL[usual[0]].split(), word] if usual else [word]
-    same = [other for last in meant for other in _ending(flags, last)]
-    close = difflib.get_close_matches(word, {other.rpartition(".")[2] for other in flags}, 3, 0.75)
-    matches = [*alike, *same] if "." in name else same or [x for last in close for x in _ending(flags, last)] or alike
-    listed = [prefix + flags[match] for match in [*dict.fromkeys(matches)][:3]]
+    same = by_word.get(word) or [
+        x for close in difflib.get_close_matches(word, by_word, 3, 0.75) for x in by_word[close]
+    ]
+    matches = dict.fromkeys([*alike, *same] if "." in name else same or alike)
+    listed = [prefix + flags[match] for match in [*matches][:3]]
     return f"; near: {', '.join(listed)}" if listed else ""
-
-
-def _ending(flags: Iterable[str], word: str) -> list[str]:
-    """Return the flags whose last word this is, those of the teacher's training only where there is no other."""
-    ending = [flag for flag in flags if f".{flag}".endswith(f".{word}")]
-    return [flag for flag in ending if not (flag.startswith(OF_TEACHER) and flag.removeprefix(OF_TEACHER) in ending)]
 
 
 def words(hint: Any) -> str:

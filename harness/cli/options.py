@@ -41,6 +41,7 @@ def option(
     needs: Mapping[str, str] = NO_FLAGS,
     excludes: Mapping[str, str] = NO_FLAGS,
     on_resume: OnResume = FIXED,
+    acts_with: str = "",
 ) -> Any:
     """Declare an option: a dataclass's field, with its help as the docstring below it.
 
@@ -50,8 +51,9 @@ def option(
         needs: other options that have to be on beside it, each with what stands for its value in the message.
         excludes: other options that have to be off beside it, each with the reason, a clause that begins with `which`.
         on_resume: what a resumed run may do with it.
+        acts_with: an option that makes all others idle but those that say its name here.
     """
-    metadata = {"limit": limit, "needs": needs, "excludes": excludes, "on_resume": on_resume}
+    metadata = {"limit": limit, "needs": needs, "excludes": excludes, "on_resume": on_resume, "acts_with": acts_with}
     default_or_factory: Any = {"default_factory": default} if callable(default) else {"default": default}
     return field(**default_or_factory, metadata=metadata)
 

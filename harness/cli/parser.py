@@ -2,28 +2,39 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from apprentice.errors import BadInput
-from harness.cli import rows, training, usage
+from harness.cli import training, usage
+from harness.cli.arm_names import VARIANTS, arm_names, list_used
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.declarations import Declarations
 from harness.cli.messages import as_flags, near_flag
 from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
-from harness.cli.resuming import CALL, FREE, NOTHING, check_same, earlier_values
+from harness.cli.resuming import CALL, FREE, LEFT, NOTHING, check_same, earlier_values
 from harness.cli.signatures import options_of
-from harness.cli.sources import BARE, Layer, Setting, as_written, below, flat, layer, load, merge, read, recipe
+from harness.cli.sources import (
+    WITHOUT_VALUE,
+    FlagValue,
+    Layer,
+    as_written,
+    below,
+    flat,
+    layer,
+    load,
+    merge,
+    read,
+    recipe,
+)
 from harness.cli.yamls import read_value
 from strategies.ddp import DDP
 
-OF_A_CALL = frozenset({"config", *BARE})  # flags that a file can't hold
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 
 
@@ -34,7 +45,7 @@ class Parser(Declarations):
         super().__init__(prog, description, options)
         self._parsed: dict[str, Any] = {}
         self._given: Layer = {}  # what the user set in files and flags
-        self._of_run: Layer = {}  # what the run that goes on has set
+        self._of_run: Layer = {}  # what the run that goes on has set; empty for a new one
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Read the configuration: defaults, then YAML files in their order, then flags.
@@ -49,30 +60,17 @@ class Parser(Declarations):
         self._parsed = {}
         self.extend_options({})
         put_working_directory_first()  # jsonargparse imports functions
-        try:
-            layers, bare = read(sys.argv[1:] if argv is None else argv)
-        except BadInput as error:
-            if error.value == NOTHING:  # perhaps there is no such flag
-                self._refuse_without_value(error.argument)
-            raise
+        layers, bare = read(sys.argv[1:] if argv is None else argv)
         if "help" in bare:
             sys.stdout.write(self._help(layers, bare["help"]))
             raise SystemExit(0)
-        self._given = self._merge(layers)
-        with as_written(self._given):
-            options = {**self.options.defaults, **self._values(self._given)}  # checked together once merged
-        path = Path(options["out"] or "") / "config.yaml"
-        run = path if options["resume"] and options["out"] and path.exists() else None
-        self._of_run = {} if run is None else self._read_saved(run)
-        start, added = (self._of_run, self._recipes_of(options)) if run else self._new_run(options)
-        added = [{flag: new for flag, new in flags.items() if flag not in self._of_run} for flags in added]
-        settings = self._merge([start, *added, *layers])
-        with as_written(settings), _naming_place(options["out"] if options["resume"] and run is None else None):
-            saved = self._config(start) if run is not None else None
+        settings = self._merge(layers)
+        with as_written(settings):
+            saved = self._config(self._of_run) if self._of_run else None
             config = self._config(settings)
             self._check(config)
             if saved is not None:
-                self._check_same(path.parent, saved, config, added)
+                self._check_same(saved, config, settings)
             elif config.resume and all(self.on_resume(flag).change != "fixed" for flag in self._given):
                 none = "there is no config.yaml in it, and no setting for a new run"
                 raise BadInput("out", config.out, f"the folder of a run to go on with; {none}")
@@ -86,38 +84,61 @@ class Parser(Declarations):
         """Return whether the user, or the run that goes on, has set an option or a part of it: else we did."""
         return any(flag == option or flag.startswith(f"{option}.") for flag in (*self._given, *self._of_run))
 
-    def refuse_others(self, flags: Collection[str], why: str) -> None:
-        """Raise BadInput for what the user set beside these flags, as it would be ignored, and say why."""
-        for flag, setting in self._given.items():
-            if flag not in flags:
-                raise BadInput(flag, setting.value, f"not allowed, as {why}")
+    def refuse_others(self, option: str, why: str) -> None:
+        """Raise BadInput for what the user set beside an option that does not act with it, and say why."""
+        acting = {x.name for x in fields(self.options.target) if x.metadata.get("acts_with") == option}
+        self._refuse(self._given.keys() - acting - {option}, why)
 
     def refuse_idle(self, why: str) -> None:
         """Raise BadInput for what the user set that does nothing in this script, and say why."""
-        self.refuse_others(self._given.keys() - self.idle, why)
+        self._refuse(self.idle, why)
 
-    def _new_run(self, options: Mapping[str, Any]) -> tuple[Layer, list[Layer]]:
-        """Return the defaults of a run with what the user set, plain options among it, and what its recipes add."""
-        experiment = {
+    def _refuse(self, flags: Collection[str], why: str) -> None:
+        for flag, setting in self._given.items():
+            if flag in flags:
+                raise BadInput(flag, setting.value, f"not allowed, as {why}")
+
+    def _merge(self, layers: Sequence[Layer]) -> Layer:
+        """Merge the settings of the run that goes on, or else the defaults, then recipes, files and flags."""
+        layers = [*layers[:-1], self._expand_mappings(layers[-1])]
+        self._given = {flag: setting for settings in layers for flag, setting in settings.items()}
+        self._of_run = {}
+        with as_written(self._given):
+            options = {**self.options.defaults, **self._values(self._given)}  # checked together once merged
+        path = Path(options["out"] or "") / "config.yaml"
+        if options["resume"] and options["out"] and path.exists():
+            self._of_run = start = self._read_saved(path)
+        else:
+            experiment = self._default_options()
+            options |= experiment
+            start = {**self._defaults, **{option: FlagValue(value) for option, value in experiment.items()}}
+        recipes = [
+            {flag: setting for flag, setting in settings.items() if flag not in self._of_run}
+            for settings in self._recipes_of(options)
+        ]
+        return merge([start, *recipes, *layers], self._is_same_class)
+
+    def _default_options(self) -> dict[str, Any]:
+        """Return the plain options that new runs have with what the user set."""
+        return {
             option: value
             for option, value, unless, choices in self._experiments
             if self._given.keys().isdisjoint({option, *unless}) and self._are_chosen(choices)
         }
-        defaults = {**self._defaults, **{option: Setting(value) for option, value in experiment.items()}}
-        return defaults, self._recipes_of({**options, **experiment})
 
     def _are_chosen(self, choices: Mapping[str, str]) -> bool:
         flags = self._given
         return all(key in flags and self.classes[key].is_same(flags[key].value, x, {}) for key, x in choices.items())
 
     def _recipes_of(self, options: Mapping[str, Any]) -> list[Layer]:
-        """Return what the values of plain options set."""
+        """Return what the values of options set, of plain ones and of those of choices, such as `data.task`."""
+        values = {flag: setting.value for flag, setting in {**self._of_run, **self._given}.items()} | {**options}
         return [
             recipe(flags, f"--{option} {'N' if value is ... else value}")
             for option, recipes in self._recipes
-            if options[option] is not None and options[option] is not False
+            if (chosen := values.get(option)) is not None and chosen is not False
             for value, flags in recipes().items()
-            if value in (..., options[option]) or (isinstance(options[option], list) and value in options[option])
+            if value in (..., chosen) or (isinstance(chosen, list) and value in chosen)
         ]
 
     def flag_of(self, argument: str) -> str | None:
@@ -145,12 +166,9 @@ class Parser(Declarations):
         key = flag.rpartition(".")[0]
         return self.classes.get(key if key in self.entries and self.entries[key].named else flag)
 
-    def _merge(self, layers: Sequence[Layer]) -> Layer:
-        return merge([self._expand_mappings(settings) for settings in layers], self._is_same_class)
-
     def _expand_mappings(self, settings: Layer) -> Layer:
-        """Replace a choice that is written as a mapping in YAML by the flags for which it stands."""
-        inside, others = dict[str, Setting](), dict[str, Setting]()
+        """Replace a choice that a flag has as a mapping by the flags for which it stands."""
+        inside, others = dict[str, FlagValue](), dict[str, FlagValue]()
         for flag, setting in settings.items():
             value = read_value(setting.value, flag) if self._classes_at(flag) else None
             if isinstance(value, dict):
@@ -164,7 +182,7 @@ class Parser(Declarations):
         values = {option: setting.value for option, setting in options.items()}
         return name == old if classes is None else classes.is_same(name, old, values)
 
-    def _leave_out(self, key: str, settings: dict[str, Setting], instead: str) -> None:
+    def _leave_out(self, key: str, settings: dict[str, FlagValue], instead: str) -> None:
         """Drop the settings of a choice in whose place others are named; BadInput if the user set one."""
         for flag in [flag for flag in settings if f"{flag}.".startswith(f"{key}.")]:
             setting = settings.pop(flag)
@@ -177,26 +195,22 @@ class Parser(Declarations):
         for flag, setting in resolver.settings.items():
             self._check_known(flag, setting.value, resolver)
         resolver.raise_faults()
+        for flag, setting in self._given.items():
+            if setting == WITHOUT_VALUE:
+                raise BadInput(flag, NOTHING, "a value")
         return Namespace(**choices, **vars(self.options.target(**self._values(settings))))
-
-    def _refuse_without_value(self, flag: str) -> None:
-        """Raise BadInput for a flag that has no value, and perhaps does not exist."""
-        resolver, plain = self._resolve(self._defaults)[0], self._with(self.groups).defaults
-        if flag not in {*OF_A_CALL, *plain}:
-            self._check_known(flag, NOTHING, resolver)
-        default = plain[flag] if flag in plain else resolver.flags.get(flag, ("", ""))[0]
-        raise BadInput(flag, NOTHING, "true or false" if isinstance(default, bool) else "a value")
 
     def _check_known(self, flag: str, value: Any, resolver: Resolver) -> None:
         """Raise BadInput, with near flags, for a flag that is no plain option and below none of the keys."""
-        if flag in OF_A_CALL:
+        if flag in usage.OF_A_CALL:
             raise BadInput(flag, value, "not allowed in a file")
         if flag in self.options.hints or flag.partition(".")[0] in self.entries:
             return
         group = next((group for group in self.groups if flag in options_of(group.options).hints), None)
         if group is None:
             choices = [key for key in self.entries if key in self.classes or not below(key, resolver.flags)]
-            near_ones = near_flag(flag, [*OF_A_CALL, *choices, *self._with(self.groups).hints, *resolver.flags], "--")
+            known = [*usage.OF_A_CALL, *choices, *self._with(self.groups).hints, *resolver.flags]
+            near_ones = near_flag(flag, known, "--")
             raise BadInput(flag, value, f"a flag of {self.name}{near_ones or '; --help all lists them'}")
         if value is not None:  # as a run of other data has saved it
             raise BadInput(flag, value, f"{group.kind}, not --{group.key} {resolver.settings[group.key].value}")
@@ -210,9 +224,7 @@ class Parser(Declarations):
         for key, entry in self.entries.items():
             classes = resolver.classes.get(key)
             if classes is not None and entry.fixed is not None:
-                set_by_data = frozenset(entry.fixed(choices))
-                classes = replace(classes, skip=classes.skip | set_by_data, set_by_data=set_by_data)
-                resolver.classes[key] = classes
+                resolver.classes[key] = classes = replace(classes, skip=classes.skip.union(entry.fixed(choices)))
             if entry.options is not None:
                 if key in settings:
                     expected = f"an option, such as --{key}.{next(iter(entry.options.hints))}"
@@ -244,13 +256,13 @@ class Parser(Declarations):
             elif entry.named and key in self.classes and entry.fixed is None:
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
-        if rows.VARIANTS in self.entries:
-            rows.rows(config)
+        if VARIANTS in self.entries:
+            arm_names(config)
         trainer = config.trainer.init_args if "trainer" in self.entries else {}
         training.check_trainer(trainer)
         for before in self._apart:
             steps, rates = (before + key if vars(config)[before + key] else key for key in training.RATES)
-            training.check_optimizer(config, steps, rates, trainer.get("max_epochs") or 1)
+            training.check_optimizer(config, steps, rates)
 
     def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
@@ -264,18 +276,19 @@ class Parser(Declarations):
         known = {*self.entries, *self._with(self.groups).hints}
         kept = {key: x for key, x in saved.items() if key in known or not (x is None or x is False)}
         earlier = earlier_values(dict(flat(saved, lists=False)))
-        return layer(kept, str(path)) | layer(earlier)
+        settings = layer(kept, str(path)) | layer(earlier)
+        return {flag: new for flag, new in settings.items() if new.value or flag not in LEFT}
 
-    def _check_same(self, folder: Path, saved: Namespace, config: Namespace, added: Sequence[Layer]) -> None:
+    def _check_same(self, saved: Namespace, config: Namespace, settings: Layer) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
-        new: list[str] = []
+        folder, new = Path(config.out), list[str]()
         for key in (key for key, entry in self.entries.items() if entry.named and key in self.classes):
-            chosen, used = vars(config)[key], rows.list_used(saved, key)
+            chosen, used = vars(config)[key], list_used(saved, key)
             new += [f"{key}.{name}" for name in chosen if name not in used]
-            by_recipe = {name.split(".")[0] for settings in added for name in below(key, settings)}
-            for name in {*chosen} - {*vars(saved)[key], *rows.list_used(config, key), *by_recipe}:
-                expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
-                raise BadInput(f"{key}.{name}", chosen[name].name, expected)
+            for name in {*chosen} - {*vars(saved)[key], *list_used(config, key)}:
+                if not settings[f"{key}.{name}"].source.startswith("--"):  # of a recipe
+                    expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
+                    raise BadInput(f"{key}.{name}", chosen[name].name, expected)
         before, after = dict(flat(self.as_dict(saved))), dict(flat(self.as_dict(config)))
         check_same(before, after, folder, self.on_resume, new)
 
@@ -285,9 +298,7 @@ class Parser(Declarations):
         for key, entry in self.entries.items():
             chosen = vars(config)[key]
             if key in self.classes and not key.endswith((*training.RATES, "metric")) and chosen:
-                parts[key] = (
-                    " ".join(rows.list_used(config, key)) if entry.named else str(getattr(chosen, "name", chosen))
-                )
+                parts[key] = " ".join(list_used(config, key)) if entry.named else str(getattr(chosen, "name", chosen))
         seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
         parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
         if recipe := vars(config).get("recipe"):
@@ -318,9 +329,7 @@ class Parser(Declarations):
 
     def _help(self, layers: Sequence[Layer], topics: Sequence[str]) -> str:
         try:
-            self._given = self._merge(layers)
-            start, added = self._new_run({**self.options.defaults, **self._values(self._given)})
-            settings = self._merge([start, *added, *layers])
+            settings = self._merge(layers)
             resolver = self._resolve(settings)[0]
         except BadInput:
             settings = self._defaults
@@ -328,14 +337,3 @@ class Parser(Declarations):
         values = {**self.options.defaults, **{flag: setting.value for flag, setting in settings.items()}}
         flags = {name: (values[name], as_flags(about, self)) for name, about in self.options.help.items()}
         return usage.text(self, {**flags, **resolver.flags}, topics, layers[-1])
-
-
-@contextmanager
-def _naming_place(out: str | None) -> Iterator[None]:
-    """Say of a fault that the folder `out`, unless None, has no run whose settings count: its name may be mistyped."""
-    try:
-        yield
-    except BadInput as fault:
-        if out is None or fault.argument == "out":
-            raise
-        raise BadInput(fault.argument, fault.value, f"{fault.expected}; {out} holds no run to go on with") from None

@@ -6,11 +6,12 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
+from harness.cli.arm_names import RESERVED, is_reserved
 from harness.cli.classes import Choice, Chosen, Classes
 from harness.cli.messages import near, words
-from harness.cli.rows import RESERVED, is_reserved
+from harness.cli.resuming import NOTHING
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.cli.sources import Layer, Setting, below, layer
+from harness.cli.sources import FlagValue, Layer, below, layer
 from harness.cli.yamls import read_value
 
 
@@ -34,10 +35,10 @@ class Resolver:
     def copy_options(self, start: str, key: str) -> None:
         """Begin a choice that has options but no class with the class and options of another one."""
         options = below(key, self.settings)
-        if options and self.settings.get(key, Setting(None)).value is None:
+        if options and self.settings.get(key, FlagValue(None)).value is None:
             copied = {f"{key}.{name}": setting for name, setting in below(start, self.settings).items()}
             given = {f"{key}.{name}": setting for name, setting in options.items()}
-            self.settings |= {key: self.settings.get(start, Setting(None)), **copied, **given}
+            self.settings |= {key: self.settings.get(start, FlagValue(None)), **copied, **given}
 
     def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
         """Return the choices below a key by their names; `null` at a name is none."""
@@ -64,7 +65,7 @@ class Resolver:
 
     def choose(self, classes: Classes, key: str) -> Chosen:
         """Return what is chosen at this key, with its options."""
-        setting = self.settings.get(key, Setting(None))
+        setting = self.settings.get(key, FlagValue(None))
         name = read_value(setting.value, key)
         if isinstance(name, dict):
             del self.settings[key]
@@ -105,7 +106,7 @@ class Resolver:
             value, kinds = self._value(flag), {*kinds_of(hint)}
             classes = next((classes for classes in self.classes.values() if kinds.intersection(classes.bases)), None)
             if value is not Missing and classes is not None:
-                self.settings.setdefault(flag, Setting(None if default is Missing else default))
+                self.settings.setdefault(flag, FlagValue(None if default is Missing else default))
                 values[name] = _fit_to_hint(self.choose(classes, flag), hint, classes, value, flag)
                 continue
             values[name] = default if value is Missing else signature.check(name, value, key)
@@ -113,9 +114,7 @@ class Resolver:
             self.flags |= {f"{flag}.{inner}": (None, "") for inner in below(flag, self.settings)}
             if values[name] is Missing:
                 expected = f"{words(hint)}; {signature.target.__name__} can't do without"
-                if others and others.set_by_data:
-                    expected += f", and these --data give it {' and '.join(sorted(others.set_by_data))} alone"
-                self._missing.append(BadInput(flag, "(nothing)", expected))
+                self._missing.append(BadInput(flag, NOTHING, expected))
         return values
 
     def _find_unknown(self, key: str, names: Collection[str], expected: Callable[[str], str]) -> None:
@@ -127,7 +126,7 @@ class Resolver:
 
     def _value(self, flag: str) -> Any:
         """Return the value of a flag or, if there are settings below it, their mapping."""
-        value = self.settings.get(flag, Setting(Missing)).value
+        value = self.settings.get(flag, FlagValue(Missing)).value
         mapping: dict[str, Any] = {}
         for name, setting in below(flag, self.settings).items():
             node, (*parents, last) = mapping, name.split(".")

@@ -12,6 +12,8 @@ NOTHING = "(nothing)"
 PLACES = ("data.root", "data.path")
 # What runs did before there was an option whose default is another, and what had to be set for it.
 EARLIER = {"data.labelled_by": ("data.labelled", "split")}
+# Options that left the data modules: a run in which they were off goes on without them.
+LEFT = frozenset({"data.balanced", "data.augment_repeats"})
 
 
 @dataclass(frozen=True)

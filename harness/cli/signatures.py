@@ -2,11 +2,11 @@
 
 import functools
 import inspect
-import math
 import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
@@ -16,11 +16,8 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace
 
 from apprentice.errors import BadInput
-from harness.cli import yamls
 from harness.cli.messages import is_open, near_flag, words
 
-LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
-NUMBERS = "not NaN, at most 3.4e38 as float32 is, a whole one below 2**63"
 Missing = inspect.Parameter.empty  # the value of a required option that was not given
 
 
@@ -62,20 +59,11 @@ class Signature:
             return None
         if isinstance(value, str) and value != "null" and hint in (str, str | None):
             return value  # as it stands: YAML might take it for a comment or a number
-        for text in filter(lambda leaf: isinstance(leaf, str), _leaves(value)):
-            yamls.check_value(text, flag)  # jsonargparse would read it without bounds
-        for candidate in [value, [value]] if isinstance(value, str) else [value]:  # `--only ce` is a list of one
-            try:
-                if candidate is not None:
-                    converted = self._parser.parse_object({name: candidate}, defaults=False)[name]
-                    break
-            except (ArgumentError, ValueError, TypeError, LookupError):  # the last three by YAML such as `!!int x`
-                continue
-        else:
-            raise BadInput(flag, "null" if value is None else value, words(hint))
-        if not all(map(_fits, _leaves(converted))):
-            raise BadInput(flag, value, f"{words(hint)}; {NUMBERS}")
-        return converted
+        candidates = [value, [value]] if isinstance(value, str) else [value]  # `--only ce` is a list of one
+        for candidate in candidates if value is not None else ():
+            with suppress(ArgumentError, ValueError, TypeError, LookupError):  # the last three by YAML as `!!int x`
+                return self._parser.parse_object({name: candidate}, defaults=False)[name]
+        raise BadInput(flag, "null" if value is None else value, words(hint))
 
     def alternatives(self, name: str) -> str:
         """Return what to take in place of an option that does not exist."""
@@ -108,22 +96,6 @@ def _field_docs(target: Any) -> dict[str, str]:
     bases = [base for base in reversed(getattr(target, "__mro__", ())) if is_dataclass(base)]
     parsed = [param for base in bases for param in parse_from_object(base).params]
     return {param.arg_name: param.description or "" for param in parsed}
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what a value holds, inside of lists and mappings too."""
-    if not isinstance(value, list | tuple | dict):
-        yield value
-        return
-    for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-        yield from _leaves(inner)
-
-
-def _fits(value: Any) -> bool:
-    """Return whether a number is in the range of what computes with it; infinity may mean no limit."""
-    if isinstance(value, float):
-        return math.isinf(value) or abs(value) <= LARGEST_FLOAT  # false for NaN
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 # Of a class, and of a frozenset of arguments to skip.

@@ -17,7 +17,7 @@ BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 
 
-class Setting(NamedTuple):
+class FlagValue(NamedTuple):
     """A value, and where it is from unless that is the command line."""
 
     value: Any
@@ -25,7 +25,8 @@ class Setting(NamedTuple):
     survives_class_change: bool = False  # an option that counts where another class is chosen, too
 
 
-Layer: TypeAlias = Mapping[str, Setting]  # by flag; what chooses a class stands at the key above its options
+WITHOUT_VALUE = FlagValue([])  # of a flag that no value follows
+Layer: TypeAlias = Mapping[str, FlagValue]  # by flag; what chooses a class stands at the key above its options
 
 
 def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
@@ -45,11 +46,11 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
     for flag, values in pairs:
         if wrong := [value for value in values if value.encode(errors="replace").decode() != value]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
-        if bool(values) is (flag in BARE) and flag not in {"help", *OF_LAUNCHERS}:
+        if (flag == "print_config" and values) or (flag == "config" and not values):
             raise BadInput(flag, " ".join(values) or NOTHING, "no value" if values else "a value")
-    pairs = [(flag, expand_home(rejoin(values))) for flag, values in pairs]
+    pairs = [(flag, expand_home(values)) for flag, values in pairs]
     flags = {
-        flag.replace(".init_args", "").removesuffix(".class_path"): Setting(values if len(values) > 1 else values[0])
+        flag.replace(".init_args", "").removesuffix(".class_path"): FlagValue(values[0] if len(values) == 1 else values)
         for flag, values in pairs
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
@@ -57,13 +58,6 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
     return [*(layer(expand_home(load(path)), path) for path in files), flags], {
         flag: values for flag, values in pairs if flag in BARE
     }
-
-
-def rejoin(values: list[str]) -> list[str]:
-    """Put together a list or mapping with spaces in it, as [0, 1], which a shell without quotes takes apart."""
-    ends = {"[": "]", "{": "}"}
-    end = ends.get(values[0][:1]) if len(values) > 1 else None
-    return [" ".join(values)] if end and values[-1].endswith(end) and not values[0].endswith(end) else values
 
 
 def expand_home(value: Any) -> Any:
@@ -84,27 +78,22 @@ def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        fault = " ".join(str(error).split())
-        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-            fault = f"line {error.problem_mark.line + 1}: {error.problem}"
-        raise BadInput(flag, path, f"YAML; {fault}") from error
+        raise BadInput(flag, path, f"YAML; {yamls.fault(error)}") from error
     if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
     return {str(name): value for name, value in (values or {}).items()}
 
 
-def layer(values: Any, source: str = "", key: str = "") -> dict[str, Setting]:
+def layer(values: Any, source: str = "", key: str = "") -> dict[str, FlagValue]:
     """Return nested settings as a layer; lists stay whole."""
-    settings: dict[str, Setting] = {}
+    settings: dict[str, FlagValue] = {}
     for flag, value in flat(values, key, lists=False):
         place = f" (in {source})" if source else ""
         if flag.endswith(".init_args"):
             raise BadInput(flag, value, f"a mapping of options{place}")
         if flag in settings:
             raise BadInput(flag, value, f"one value; {shorten(str(settings[flag].value))} is there, too{place}")
-        if isinstance(value, str) and "\0" in value:  # which no path can have
-            raise BadInput(flag, repr(value), f"text without NUL{place}")
-        settings[flag] = Setting(value, source)
+        settings[flag] = FlagValue(value, source)
     return settings
 
 
@@ -142,12 +131,12 @@ def below(flag: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {other.removeprefix(start): setting for other, setting in settings.items() if other.startswith(start)}
 
 
-def merge(layers: Sequence[Layer], is_same: Callable[[str, Any, Any, Layer], bool]) -> dict[str, Setting]:
+def merge(layers: Sequence[Layer], is_same: Callable[[str, Any, Any, Layer], bool]) -> dict[str, FlagValue]:
     """Merge layers, of which the last counts. Another class drops the options of the one before.
 
     `is_same` compares classes: flag, new name, old name, the options of the old one.
     """
-    merged, lasting = dict[str, Setting](), dict[str, Setting]()
+    merged, lasting = dict[str, FlagValue](), dict[str, FlagValue]()
     for settings in layers:
         for flag, setting in settings.items():
             options = below(flag, merged)
@@ -174,6 +163,6 @@ def as_written(settings: Layer) -> Iterator[None]:
             source = ""  # of a recipe's class some options are the user's
         if flag == error.argument and flag:
             value = settings[flag].value
-            value = " ".join(map(str, value)) if isinstance(value, list) and not source else value
+            value = " ".join(map(str, value)) or NOTHING if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
         raise BadInput(error.argument, value, f"{error.expected}{place}") from error

@@ -1,6 +1,5 @@
 """The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
 
-import math
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torch.optim import lr_scheduler
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
+from harness.cli.options import Limit, at_least
 from harness.cli.signatures import options_of
 from lit_modules.schedules import CosineWarmup, MakeScheduler, build_scheduler, nominal
 from strategies import NAMES
@@ -44,12 +44,19 @@ NOT_OPTIONS = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
     "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "exact",
 })  # fmt: skip
-AT_LEAST = {
-    "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "limit_val_batches": 0,
-    "log_every_n_steps": 0, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1,
+SHARE = Limit(
+    lambda value: value > 0 and (isinstance(value, int) or value <= 1),
+    "a whole number of batches above 0, or a fraction of them, up to 1.0",
+)
+# With other values of these, Lightning trains nothing, or fails in an epoch.
+LIMITS = {
+    "max_epochs": Limit(lambda value: value >= 1 or value == -1, "a number of epochs, at least 1, or -1 for no limit"),
+    "max_steps": Limit(lambda value: value >= 1 or value == -1, "a number of steps, at least 1, or -1 for no limit"),
+    "accumulate_grad_batches": at_least(1, "batches"), "check_val_every_n_epoch": at_least(1, "epochs"),
+    "log_every_n_steps": at_least(0, "steps"), "gradient_clip_val": Limit(lambda value: value >= 0, "0 or more"),
+    "limit_train_batches": SHARE, "limit_test_batches": SHARE, "val_check_interval": SHARE,
+    "limit_val_batches": Limit(lambda value: value == 0 or SHARE.holds(value), f"0, or {SHARE.expected}"),
 }  # fmt: skip
-ABOVE_ZERO = ("limit_train_batches", "limit_test_batches", "val_check_interval")
-FRACTIONS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
 # In place of the Trainer's own.
 TYPES = {"logger": bool | Logger | list[Logger], "devices": int | list[int] | str}
 # With these options no result changes, and a resumed run may have others.
@@ -57,7 +64,6 @@ ANY_ON_RESUME = (
     "devices", "strategy", "accelerator", "num_nodes", "logger", "log_every_n_steps", "enable_progress_bar",
     "enable_model_summary", "profiler",
 )  # fmt: skip
-TRIED_EPOCHS = 1000
 
 # Any optimizer that steps each student by itself, and any scheduler that depends on the epoch alone.
 OPTIMIZERS = Classes((torch.optim.Optimizer,), torch.optim, frozenset({"params"}), {
@@ -96,8 +102,6 @@ class Strategies(Classes):
         if name in list(self.names):
             path, sets = self.names[name]
             return resolve_name(path), sets
-        if name == "dp":
-            raise BadInput(key, name, "ddp, one process a GPU; dp, one process for all, was slower, and is gone")
         return (name, {}) if name in ["auto", *StrategyRegistry.available_strategies()] else super().find(name, key)
 
     def choose(self, name: str) -> Choice:
@@ -144,69 +148,30 @@ def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
     return partial(factory(replace(choice, init_args=others), key), **parts)
 
 
-def check_optimizer(config: Namespace, steps_flag: str, rates_flag: str, epochs: int) -> None:
-    """Make a dummy net's optimizer, and a few epochs' changes of its rate; BadInput if that fails or is not finite.
-
-    The flags are those of the optimizer and the scheduler.
-    """
-    optimizer, scheduler = vars(config)[steps_flag], vars(config)[rates_flag]
-    if optimizer.init_args.get("lr") == 0:
-        raise BadInput(f"{steps_flag}.lr", 0, "a number above 0; with this one nothing is trained")
-    _refuse_infinite(optimizer, steps_flag, "options with which a step gives finite weights")
+def check_optimizer(config: Namespace, optimizer_flag: str, scheduler_flag: str) -> None:
+    """Make a dummy net's optimizer and scheduler; raise BadInput for what they refuse, or a rate of 0."""
+    optimizer, scheduler = vars(config)[optimizer_flag], vars(config)[scheduler_flag]
+    rate = optimizer.init_args.get("lr")
+    if rate == 0:
+        raise BadInput(f"{optimizer_flag}.lr", 0, "a number above 0; with this one nothing is trained")
+    if isinstance(rate, int | float) and rate > torch.finfo(torch.float32).max:
+        raise BadInput(f"{optimizer_flag}.lr", rate, "a number that float32 holds")
     net = nn.Linear(2, 2, bias=False)  # of two dimensions, which Muon needs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with refusals(optimizer, steps_flag):
-            steps = factory(optimizer, steps_flag)(net.parameters())
-        if scheduler is None:
-            return
-        with refusals(scheduler, rates_flag):
-            rates, _ = build_scheduler(scheduler_factory(scheduler, rates_flag), steps, nominal(max(epochs, 1)))
-            lrs = [*rates.get_last_lr()]
-            for _ in range(min(epochs, TRIED_EPOCHS)):
-                rates.step()
-                lrs += rates.get_last_lr()
-    lowest = -1e-6 * max(lrs)  # rounding
-    if not all(math.isfinite(rate) and rate >= lowest for rate in lrs):
-        expected = "options that give finite learning rates, 0 or more"
-        _refuse_infinite(scheduler, rates_flag, expected)
-        raise BadInput(rates_flag, scheduler.name, expected)
-
-
-def _refuse_infinite(choice: Choice, key: str, expected: str) -> None:
-    """Raise BadInput for an option that the user has set to infinity."""
-    for name, value in choice.init_args.items():
-        if isinstance(value, float) and math.isinf(value) and value != choice.signature.defaults.get(name):
-            raise BadInput(f"{key}.{name}", value, expected)
+        with refusals(optimizer, optimizer_flag):
+            steps = factory(optimizer, optimizer_flag)(net.parameters())
+        if scheduler is not None:
+            with refusals(scheduler, scheduler_flag):
+                build_scheduler(scheduler_factory(scheduler, scheduler_flag), steps, nominal())[0].step()
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:
-    """Raise BadInput for the first of the Trainer's options with which nothing is trained, or that means nothing."""
-    numbers = {name: value for name, value in options.items() if isinstance(value, int | float)}
-    for name, value in numbers.items():
-        if name in AT_LEAST and not value >= AT_LEAST[name]:
-            raise BadInput(f"trainer.{name}", value, f"a number, at least {AT_LEAST[name]}")
-        if name in ABOVE_ZERO and not value > 0:
-            raise BadInput(f"trainer.{name}", value, "a number above 0")
-        if name in FRACTIONS and isinstance(value, float) and value > 1:
-            raise BadInput(f"trainer.{name}", value, "a whole number of batches, or a fraction of them, up to 1.0")
-    chosen = options.get("callbacks")
-    for place, callback in enumerate(chosen) if isinstance(chosen, list) else [("", chosen)]:
-        patience = callback.init_args.get("patience") if isinstance(callback, Choice) else None
-        if isinstance(patience, int) and patience < 0:
-            flag = f"trainer.callbacks.{place}.patience".replace("..", ".")
-            raise BadInput(flag, patience, "a number of checks without improvement, at least 0")
-    if (limit := options.get("max_time")) is not None:
-        with refusals(Choice("Trainer", dict(options)), "trainer.max_time"):
-            seconds = callbacks.Timer(limit).time_remaining() or 0
-        if seconds < 1:
-            raise BadInput("trainer.max_time", limit, "a time of at least a second, as 00:01:30:00")
+    """Raise BadInput for the first of the Trainer's options with which nothing is trained, or without an end."""
+    for name, limit in LIMITS.items():
+        value = options.get(name)
+        if isinstance(value, int | float) and not limit.holds(value):
+            raise BadInput(f"trainer.{name}", value, limit.expected)
     ends = any(options.get(name) is not None for name in ("max_time", "callbacks"))
-    if numbers.get("max_epochs") == -1 and numbers.get("max_steps", -1) == -1 and not ends:
+    if options.get("max_epochs") == -1 and options.get("max_steps") == -1 and not ends:
         raise BadInput("trainer.max_epochs", -1, "--trainer.max_steps or --trainer.max_time beside it")
-    for what in ("epochs", "steps"):
-        least, most = numbers.get(f"min_{what}", 0), numbers.get(f"max_{what}", -1)
-        if most < 1 and most != -1:
-            raise BadInput(f"trainer.max_{what}", most, f"a number of {what}, at least 1, or -1 for no limit")
-        if least > most != -1:
-            raise BadInput(f"trainer.min_{what}", least, f"at most --trainer.max_{what}, {most}")

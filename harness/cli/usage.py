@@ -19,7 +19,7 @@ from harness.start import called_as
 WIDTH, COLUMN = 118, 36
 SCREEN, SCREEN_COLUMN = 80, 28  # of the common flags, of which each has two lines at most
 ALL = "all"
-BARE = {
+OF_A_CALL = {  # flags that a file can't hold, with their values and descriptions
     "config": ("FILE", "settings from YAML; flags override them, wherever they stand"),
     "print_config": ("", "print all settings as YAML, for --config"),
     "help": ("", "print this; --help all lists all flags"),
@@ -44,7 +44,7 @@ def text(parser: Declarations, flags: Flags, topics: Iterable[str] = (), given: 
     acting = {flag: entry for flag, entry in flags.items() if flag not in parser.idle}
     titles = {"": f"flags of {parser.name}", **_titles(parser, flags)}
     groups: dict[str, dict[str, tuple[Any, str]]] = {key: {} for key in titles}
-    groups[""] |= BARE
+    groups[""] |= OF_A_CALL
     for flag, entry in sorted(acting.items(), key=lambda entry: entry[0] in parser.brought_by):  # these last
         groups[parser.brought_by.get(flag) or _owner(flag, titles)][flag] = entry
     listed = {*topics} or {_owner(flag, titles) for flag in given} - {""}
@@ -93,7 +93,7 @@ def _common(parser: Declarations, acting: Flags) -> dict[str, tuple[str, str]]:
     key = next(iter(parser.classes), None)
     more = f"; --help {key} or --{key} CLASS --help: those of the {key} or class" if key in parser.entries else ""
     more += "".join(f"; {group.kind} add some" for group in parser.groups)
-    return {**rows, **BARE, "help": ("", BARE["help"][1] + more)}
+    return {**rows, **OF_A_CALL, "help": ("", OF_A_CALL["help"][1] + more)}
 
 
 def _placeholder(hint: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from harness.reports.figures import COLORS, GREY, Axes, figure, hide_overlapping
+from harness.reports.figures import COLORS, GREY, Axes, figure
 from harness.reports.svg import mark
 from harness.reports.uncertainty import Interval, t_interval
 from lit_modules.tasks import ACCURACY, Metric
@@ -85,41 +85,6 @@ def metric_picture(
     return png.getvalue()
 
 
-def lines_picture(dots: Sequence[Dot], axis: str) -> bytes:
-    """Draw a PNG: a line for each name, with mean and 95 % interval of its dots, at their `cost` on the axis.
-
-    The axis is logarithmic where places differ tenfold.
-    """
-    with figure(8, 4.5) as (drawn, png):
-        axes, finished = drawn.subplots(), [dot for dot in dots if dot.scores]
-        places = sorted({dot.cost or 0.0 for dot in finished})
-        if is_wide(min(places, default=0.0), max(places, default=0.0)):
-            axes.set_xscale("log")
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.set_xticks(places, [f"{place:,g}" for place in places])
-        axes.minorticks_off()
-        for name in dict.fromkeys(dot.name for dot in finished):
-            line = sorted((dot for dot in finished if dot.name == name), key=lambda dot: dot.cost or 0.0)
-            costs, means = [dot.cost or 0.0 for dot in line], [dot.mean for dot in line]
-            errors = [[dot.mean - dot.low for dot in line], [dot.high - dot.mean for dot in line]]
-            dash = line[0].style.dash
-            look: dict[str, Any] = {"linestyle": (0, dash) if dash else "solid", "label": name, **line[0].look}
-            axes.errorbar(costs, means, yerr=errors, capsize=3, linewidth=1.5, **look)
-        axes.set_xlabel(axis)
-        axes.set_ylabel(dots[0].metric.title)
-        axes.set_title("mean and 95 % interval", fontsize=10, color=GREY)
-        if finished:
-            axes.legend()
-        drawn.draw_without_rendering()
-        hide_overlapping([label for label in axes.get_xticklabels() if label.get_text()])
-    return png.getvalue()
-
-
-def is_wide(least: float, most: float) -> bool:
-    """Return whether places on an axis differ tenfold, for which a logarithmic axis is better."""
-    return 0 < 10 * least <= most
-
-
 def bounds(values: Sequence[float], metric: Metric) -> tuple[float, float]:
     """Compute the 95 % interval of the mean, within the metric's limits; without an interval, the mean twice."""
     interval, (least, most) = t_interval(values), metric.limits
@@ -195,7 +160,7 @@ def _set_costs(axes: "Axes", costs: Sequence[float]) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator
 
     least, most = min(costs, default=0.0), max(costs, default=0.0)
-    if is_wide(least, most):
+    if 0 < 10 * least <= most:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from harness.reports.measures import FIGURES, figures_of
 from harness.reports.results import (
-    BASELINE,
     SAMPLED,
     Packed,
     Results,
@@ -48,7 +47,7 @@ def combine(
         if len(row) != seeds:
             raise ValueError(f"{name}: expected {seeds} entries, one a seed, got {len(row)}")
     named = [name for name in header.config.get("variants", ()) if name in students]
-    baseline = BASELINE if teachers else next(iter([*named, *students]))  # a net alone is no variant
+    baseline = metric.baseline if teachers else next(iter([*named, *students]))  # a net alone is no variant
     combined = {name: combine_student(records, metric) for name, records in students.items()}
     for name, student in combined.items():
         student.taught_by, student.baseline = taught.get(name), baseline
@@ -113,13 +112,9 @@ def _combine(records: Sequence[NetRecord], metric: Metric) -> dict[str, Any]:
     keys = dict.fromkeys(key for net in records for key in net.samples if key not in SAMPLED)
     samples = {key: [None if net.failed else net.samples.get(key) for net in records] for key in keys}
     ended = [None if net.failed else net.trained_epochs for net in records]
+    best = [None if net.failed else net.best_epoch for net in records]
     return {
         "figures": figures, "scores": {key: [net.get(key) for net in trained] for key in of_seeds}, "samples": samples,
         "trained_epochs": ended, "epochs": [net.epochs for net in records],
-        "trained_steps": _where_any([net.trained_steps for net in records]),
-        "best_epochs": _where_any([None if net.failed else net.best_epoch for net in records]),
+        "best_epochs": best if any(epoch is not None for epoch in best) else [],
     }  # fmt: skip
-
-
-def _where_any(values: list[Any]) -> list[Any]:
-    return values if any(value is not None for value in values) else []

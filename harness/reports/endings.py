@@ -30,7 +30,7 @@ def say_epochs(trained: Mapping[str, Scores], planned: Mapping[str, int | None])
     nets: dict[str, list[str]] = {}
     for name, of_seeds in trained.items():
         epochs = [number for number in of_seeds if number is not None]
-        if any(number != planned[name] for number in epochs):
+        if any(number != planned[name] for number in epochs if number):  # one that learns nothing trains for none
             of = f" of {planned[name]}" if (planned[name] or -1) > 0 else ""
             nets.setdefault(f"{join_words([f'{number:.4g}' for number in epochs])}{of} epochs", []).append(name)
     ended = "; ".join(f"{join_words(names)} after {epochs}" for epochs, names in nets.items())

@@ -1,8 +1,7 @@
 """Pictures drawn by Matplotlib: no backend, style or figure of the caller changes."""
 
 import io
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +44,3 @@ def figure(width: float = 4, height: float = 3) -> Iterator[tuple["Figure", io.B
         FigureCanvasAgg(drawn)
         yield drawn, buffer
         drawn.savefig(buffer, format="png")
-
-
-def hide_overlapping(labels: Sequence[Any]) -> None:
-    """Hide the labels of an axis, in their order from the left, that would touch the one before them."""
-    right = -math.inf
-    for label in labels:
-        box = label.get_window_extent()
-        label.set_visible(box.x0 > right + 4)
-        right = box.x1 if label.get_visible() else right

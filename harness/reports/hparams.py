@@ -14,11 +14,11 @@ from harness.runs.nets import Spec
 from harness.runs.plans import Arm
 from harness.runs.session import Session
 from harness.runs.tensorboard import COSTS, open_writer
-from lit_modules.tasks import TASKS
+from lit_modules.tasks import TASKS, task_class
 
 # TensorBoard ticks the first five settings, by name, of those that are said to differ. So the score is a setting too,
 # and four settings sum up all others. Each table has the tasks' default scores, and the one by which its run is judged.
-SCORES = tuple(next(iter(task.metrics.values())).score for task in TASKS.values())
+SCORES = tuple(next(iter(task_class(name).metrics.values())).score for name in TASKS)
 TICKED = ("net", "objective", "seed", "training")  # beside the score
 METRICS = {
     "test/loss": "test loss",
@@ -66,15 +66,15 @@ def _settings(config: Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def log_row(run: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None], score: str) -> None:
+def log_row(session: Session, seed: int, arm: Arm, spec: Spec, figures: Mapping[str, float | None], score: str) -> None:
     """Write an arm's row, whose net `spec` rebuilds, and its figures by key; nets are judged by `score`."""
     options, net = arm.method.init_args, cli.Choice(spec["class_path"], spec["init_args"])
     row = {
-        score: figures[f"test_{score}"], "net": _words(net, run.data.net_arguments), "seed": str(seed),
-        "objective": _call(arm.method.name, options), **_settings(arm.settings(run.config)), **options,
+        score: figures[f"test_{score}"], "net": _words(net, session.data.net_arguments), "seed": str(seed),
+        "objective": _call(arm.method.name, options), **_settings(arm.settings(session.config)), **options,
     }  # fmt: skip
-    others = {name for choice in vars(run.config).get("variants", {}).values() for name in choice.init_args}
-    log_run(run.out / f"seed{seed}" / arm.name, row, figures, score, sorted(others))
+    others = {name for choice in vars(session.config).get("variants", {}).values() for name in choice.init_args}
+    log_run(session.out / f"seed{seed}" / arm.name, row, figures, score, sorted(others))
 
 
 def log_run(

@@ -82,6 +82,8 @@ FIGURES = (  # in the order of a table's columns
     Figure("test_generated", "score of answers", to_digits(3), mean, per_seed=True, on_page=True),
     Figure("test_loss_window", "loss, window alone", to_digits(3), mean, per_seed=True, on_page=True),
     Figure("test_loss_linear", "loss, linear part alone", to_digits(3), mean, per_seed=True, on_page=True),
+    Figure("test_knn", "20 nearest neighbours, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
+    Figure("test_probe", "linear probe, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
     Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )
 # Of a text's decoder with so many tokens in its cache, and of so many threads.

@@ -13,7 +13,7 @@ from harness.reports.measures import FIGURES
 from harness.reports.search import Search
 from harness.reports.uncertainty import Interval, paired_differences
 from harness.runs.records import Failure, Header, check_figures, check_format, reading
-from lit_modules.tasks import METRICS, Metric, metric_of
+from lit_modules.tasks import Metric, known_metrics, metric_of
 from lit_modules.tasks.base import EMA
 
 BASELINE = "ce"
@@ -34,8 +34,7 @@ class NetResults:
     samples: Mapping[str, Sequence[Packed | None]] = field(default_factory=dict)
     trained_epochs: Sequence[float | None] = ()  # for each seed, after which training ended
     epochs: Sequence[Epochs | None] = ()  # for each seed, what was logged of each epoch
-    trained_steps: Sequence[int | None] = ()  # for each seed, if it stopped before the others
-    best_epochs: Sequence[float | None] = ()  # for each seed, that the scores are of; none: the last
+    best_epochs: Sequence[float | None] = ()  # for each seed, the epoch whose weights were scored; empty: the last
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -50,11 +49,10 @@ class NetResults:
 
     def to_json(self) -> dict[str, Any]:
         """Write figures, scores and samples side by side with what else there is."""
-        optional = {"trained_steps": self.trained_steps, "best_epochs": self.best_epochs}
         return {
             **self.figures, **self.scores, **self.samples,
             "trained_epochs": self.trained_epochs, "epochs": self.epochs,
-            **{name: values for name, values in optional.items() if values},
+            **({"best_epochs": self.best_epochs} if self.best_epochs else {}),
         }  # fmt: skip
 
     def with_means(self) -> dict[str, float | None]:
@@ -167,7 +165,7 @@ class Results(Header):
             **super().to_json(),
             "metric": {
                 "name": self.metric.name, "higher_is_better": self.metric.higher_is_better,
-                **({} if self.metric.name in METRICS else {"path": self.config["metric"]["class_path"]}),
+                **({} if self.metric.name in known_metrics() else {"path": self.config["metric"]["class_path"]}),
             },
             "students_fit_seconds": self.students_fit_seconds, "classes": self.classes,
             **({"teacher": self.teacher.to_json()} if self.teacher else {}),

@@ -23,7 +23,7 @@ class TunedMethod:
 
 
 @dataclass(frozen=True)
-class Cost:
+class SearchCost:
     """What a search took: epochs of each method's students and of the teachers, samples that teachers computed, times.
 
     `teacher_samples_alone` is what they would have computed for each setting by itself. Of packed texts, both count
@@ -37,11 +37,11 @@ class Cost:
     teacher_epochs: int
     teacher_fit_seconds: float
 
-    def __add__(self, other: "Cost") -> "Cost":
+    def __add__(self, other: "SearchCost") -> "SearchCost":
         mine, theirs = vars(self), vars(other)
         epochs = {name: count + other.student_epochs[name] for name, count in self.student_epochs.items()}
         sums = {name: mine[name] + theirs[name] for name in mine if name != "student_epochs"}
-        return Cost(student_epochs=epochs, **sums)
+        return SearchCost(student_epochs=epochs, **sums)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Search:
     """A search: each method's settings, its cost, and the epochs after which settings were compared."""
 
     methods: Mapping[str, TunedMethod]
-    cost: Cost
+    cost: SearchCost
     rungs: Sequence[int]
 
     @classmethod
@@ -61,7 +61,7 @@ class Search:
             name: TunedMethod([SettingScores(**setting) for setting in tuned["settings"]], tuned["chosen"])
             for name, tuned in facts["tuning"].items()
         }
-        return cls(methods, Cost(**facts["tuning_cost"]), facts["tuning_rungs"])
+        return cls(methods, SearchCost(**facts["tuning_cost"]), facts["tuning_rungs"])
 
     def to_json(self) -> dict[str, Any]:
         methods = {name: asdict(tuned) for name, tuned in self.methods.items()}

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,16 +26,16 @@ ATTRIBUTES: dict[type[Callback], str] = {LearningRateFinder: "lr", BackboneFinet
 Monitor: TypeAlias = EarlyStopping | ModelCheckpoint
 
 
-def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Loop]) -> None:
+def check_callbacks(session: Session, trainer: Trainer, stages: Mapping[str, Loop]) -> None:
     """Raise BadInput if a callback would not find what it reads in any stage, each a fit of a module.
 
     Also if `val_check_interval` is too long.
     """
-    every, batches = trainer.val_check_interval, run.data.train_batches(trainer)
+    every, batches = trainer.val_check_interval, session.data.train_batches(trainer)
     if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
         expected = f"at most {batches}, the batches of an epoch; `trainer.check_val_every_n_epoch null` counts on"
         raise BadInput("trainer.val_check_interval", every, expected)
-    chosen = run.config.trainer.init_args["callbacks"]
+    chosen = session.config.trainer.init_args["callbacks"]
     for place, callback in enumerate(callbacks_of(trainer)):
         flag = f"trainer.callbacks.{place}" if isinstance(chosen, list) else "trainer.callbacks"
         needed = next((name for kind, name in ATTRIBUTES.items() if isinstance(callback, kind)), None)
@@ -43,21 +43,24 @@ def check_callbacks(run: Session, trainer: Trainer, stages: Mapping[str, Loop]) 
             expected = f"a callback for modules without .{needed}, as those of {' and '.join(stages)}"
             raise BadInput(flag, type(callback).__name__, expected)
         if isinstance(callback, Monitor) and callback.monitor is not None:
-            names = {stage: list_monitored(module, trainer, callback, run) for stage, module in stages.items()}
+            names = {stage: list_monitored(module, trainer, callback, session) for stage, module in stages.items()}
             _check_monitor(callback, f"{flag}.monitor", names)
 
 
-def check_monitors(run: Session, trainer: Trainer, module: Loop) -> None:
+def check_monitors(session: Session, trainer: Trainer, module: Loop) -> None:
     """Raise BadInput if `best_epoch` or `early_stopping` names no score, or no score that there will be."""
-    value, learners = vars(run.config).get("early_stopping"), [name for name in module.runs if module.peers_of(name)]
+    value, learners = (
+        vars(session.config).get("early_stopping"),
+        [name for name in module.runs if module.peers_of(name)],
+    )
     if value is not None and learners:
         expected = f"students that learn alone; {learners[0]} learns from {module.peers_of(learners[0])[0]}"
         raise BadInput("early_stopping", value, expected)
     every, epochs = trainer.check_val_every_n_epoch or 1, trainer.max_epochs or -1
     for flag in ("best_epoch", "early_stopping"):
-        if (monitor := vars(run.config).get(flag)) is not None:
+        if (monitor := vars(session.config).get(flag)) is not None:
             check_monitor(module, monitor, flag)
-            if not run.used["validation"]:
+            if not session.used["validation"]:
                 raise BadInput(
                     flag, monitor, "samples to validate on: `data.validation_size`, limit_val_batches above 0"
                 )
@@ -71,19 +74,23 @@ def _check_monitor(callback: Monitor, flag: str, names_by_stage: Mapping[str, li
         raise BadInput(flag, callback.monitor, f"what a stage logs before it is looked at; {logged}")
 
 
-def drop_unsuited(run: Session, stage: str, module: Loop, trainer: Trainer) -> None:
+def drop_unsuited(session: Session, stage: str, module: Loop, trainer: Trainer) -> None:
     """Remove a stage's callbacks that monitor what only another stage logs, with a notice for each."""
     callbacks = callbacks_of(trainer)
     for callback in callbacks[:]:
         monitor = callback.monitor if isinstance(callback, Monitor) else None
-        if isinstance(callback, Monitor) and monitor and monitor not in list_monitored(module, trainer, callback, run):
+        if (
+            isinstance(callback, Monitor)
+            and monitor
+            and monitor not in list_monitored(module, trainer, callback, session)
+        ):
             callbacks.remove(callback)
             notice(f"{stage:15}  without {type(callback).__name__}, as it logs no {monitor}")
 
 
-def list_monitored(module: Loop, trainer: Trainer, callback: Monitor, run: Session) -> list[str]:
+def list_monitored(module: Loop, trainer: Any, callback: Monitor, session: Session) -> list[str]:
     """List the names that are logged before this callback first looks."""
-    epoch, every = run.data.train_batches(trainer), trainer.val_check_interval
+    epoch, every = session.data.train_batches(trainer), trainer.val_check_interval
     if isinstance(callback, EarlyStopping):
         at_epoch_end = callback._check_on_train_epoch_end
     else:
@@ -93,9 +100,11 @@ def list_monitored(module: Loop, trainer: Trainer, callback: Monitor, run: Sessi
     interval = max(int(epoch * every), 1) if isinstance(every, float) else every if isinstance(every, int) else 1
     epochs_before = (trainer.check_val_every_n_epoch or 1) - 1
     # In batches, when the fit validates for the first time, and when the callback looks.
-    validated = epochs_before * epoch + interval if run.used["validation"] else math.inf
+    validated = epochs_before * epoch + interval if session.used["validation"] else math.inf
     looked = epoch if at_epoch_end else validated
-    pair = run.data.samples("train", torch.arange(min(2, run.data.sizes["train"])), cast("torch.dtype", module.dtype))
+    pair = session.data.samples(
+        "train", torch.arange(min(2, session.data.sizes["train"])), cast("torch.dtype", module.dtype)
+    )
     tried = copy.deepcopy(module).train()  # BatchNorm's statistics change
     values = with_seed(0, lambda: tried.shard_step(Batch.of(pair, 0, shared=False)))[1]
     logged = logged_names(module.run_scores.names(), values)
@@ -103,7 +112,7 @@ def list_monitored(module: Loop, trainer: Trainer, callback: Monitor, run: Sessi
     if at_epoch_end or epoch < looked < math.inf:  # after what is logged there
         names += logged["epoch"]
     steps = 0 if looked == math.inf else math.ceil(looked / trainer.accumulate_grad_batches)
-    if 0 < trainer.log_every_n_steps <= steps:  # type: ignore[attr-defined]
+    if 0 < trainer.log_every_n_steps <= steps:
         names += logged["step"]
     return names
 

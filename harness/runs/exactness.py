@@ -13,12 +13,14 @@ from harness.runs.session import Session
 
 DEVICES = 8  # on 1 to so many, our recipes and examples have the same bits
 COST = "about twice the computing"  # of the training: see docs/exact.md
+# What exactness changes: strategy and processes, how batches are cut, and steps, whose faults name no flag.
+CHANGES = ("", "exact", "trainer", "data.batch_size", "data.partition")
 
 T = TypeVar("T")
 
 
 def settle_exact(run: Session, prepare: Callable[[], T]) -> T:
-    """Call `prepare`, which checks all that is to be trained; drop an `exact` of ours with which it is refused.
+    """Call `prepare`, which checks all that is to be trained; drop an `exact` of ours if it may be why this is refused.
 
     One that the user has set, or the run that goes on, stays.
 
@@ -32,6 +34,9 @@ def settle_exact(run: Session, prepare: Callable[[], T]) -> T:
         where = _use_cores(run, exact)
         prepared = prepare()
     except BadInput as refused:
+        flag = f"{run.parser.flag_of(refused.argument) or ''}."
+        if not any(flag.startswith(f"{changed}.") for changed in CHANGES):
+            raise
         reason = one_line(refused, run.parser)
         run.change(exact=None, trainer=trainer)
         prepared = prepare()

@@ -19,7 +19,7 @@ from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format, reading
 from lit_modules.nets.base import unwrap_logits
 from lit_modules.nets.identity import Origin
-from lit_modules.nets.recorded import path_of, rebuild, to_plain
+from lit_modules.nets.specs import path_of, rebuild, to_plain
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
@@ -206,8 +206,12 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         net.to(kinds.pop())
     check_weights(net.state_dict(), weights, path, flag)
     load_checked(net, weights)
-    if getattr(net, "class_names", None) is None:  # a user's net may have its own
-        net.class_names = read_classes(folder)  # type: ignore[assignment]
-    if expects := read_expects(folder):
-        net.expects = expects  # type: ignore[assignment]
+    read_facts_of_weights(net, folder, getattr(net, "class_names", None))  # a user's net may have its own
     return net.eval()
+
+
+def read_facts_of_weights(net: Any, folder: str | Path, class_names: tuple[str, ...] | None = None) -> None:
+    """Let a net have the names of the classes that its folder's weights know, unless given, and what they expect."""
+    net.class_names = read_classes(folder) if class_names is None else class_names
+    if expects := read_expects(folder):
+        net.expects = expects

@@ -13,7 +13,7 @@ from lit_modules.nets.identity import Origin
 FILE = "nets.json"
 
 
-def take_up(out: Path, now: Mapping[str, Origin], values: Mapping[str, object]) -> None:
+def check_origins(out: Path, now: Mapping[str, Origin], values: Mapping[str, object]) -> None:
     """Raise BadInput if a net of the run in a folder began otherwise; `values` are those of the flags that chose it."""
     for key, origin in _read(out).items():
         if key in now and (change := origin.change(now[key])):

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from harness.runs.plans import FitPlan
 from harness.runs.records import FitRecord
-from lit_modules.tasks import TASKS
+from lit_modules.tasks import TASKS, task_class
 from lit_modules.training.loop import Loop
 from lit_modules.training.training_log import is_logged, tags
 
 # Of each task the metrics from which the user chooses come before the default, which is scored in any case.
-SCORES = [f"val/{metric.score}" for task in TASKS.values() for metric in reversed([*task.metrics.values()])]
+SCORES = [f"val/{metric.score}" for name in TASKS for metric in reversed([*task_class(name).metrics.values()])]
 TAGS = (*SCORES, "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
 REDRAW = 0.1  # seconds between two pictures of the display
@@ -156,7 +156,8 @@ class Display(Lines):
             self._live.stop()
             self._live = None
 
-    on_exception = on_train_end  # type: ignore[assignment]  # any arguments fit
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
     def _print(self, line: str) -> None:
         if self._live:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from apprentice.errors import BadInput
 from harness.runs.files import read_text, write_json
 from lit_modules.nets.identity import Origin
-from lit_modules.tasks import METRICS
+from lit_modules.tasks import known_metrics
 
 FORMAT = 1  # of records and of results.json; a folder of another format is refused
 LARGEST = 1e300  # of figures, so that sums of them are finite
@@ -80,7 +80,6 @@ class NetRecord:
     net: str | None = None  # the class of its net, if its objective made that from the one that was chosen
     # Values of single test samples by their keys, as `harness.reports.samples` packs them.
     samples: Mapping[str, str | list[float]] = field(default_factory=dict)
-    trained_steps: int | None = None  # of the optimizer, if it stopped before the others
     best_epoch: float | None = None  # that its weights and scores are of, if they were not to be the last
 
     def to_json(self) -> dict[str, Any]:
@@ -88,8 +87,7 @@ class NetRecord:
         named = {"objective": self.objective, **({"net": self.net} if self.net else {})}
         failed = None if self.failed is None else asdict(self.failed)
         ended = {"failed": failed, "trained_epochs": self.trained_epochs, "epochs": self.epochs}
-        optional = {"trained_steps": self.trained_steps, "best_epoch": self.best_epoch}
-        ended |= {name: value for name, value in optional.items() if value is not None}
+        ended |= {} if self.best_epoch is None else {"best_epoch": self.best_epoch}
         return {**named, **self.figures, **ended, **self.samples}
 
     @classmethod
@@ -101,11 +99,11 @@ class NetRecord:
         figures = {name: value for name, value in others.items() if name not in samples}
         failed = None if facts["failed"] is None else Failure(**facts["failed"])
         record = cls(**{**fields, "figures": figures, "failed": failed, "samples": samples})
-        tested = any({*metric.tested} <= figures.keys() for metric in METRICS.values())
+        tested = any({*metric.tested} <= figures.keys() for metric in known_metrics().values())
         measured = {"parameters", "step_ms", "train_flops"} <= figures.keys() and figures["parameters"] is not None
         if not (tested and measured and isinstance(record.objective, str) and isinstance(facts["epochs"], list)):
             raise TypeError("its nets are not recorded as ours")
-        check_figures(*figures.values(), record.trained_epochs, record.trained_steps, record.best_epoch)
+        check_figures(*figures.values(), record.trained_epochs, record.best_epoch)
         return record
 
 

@@ -33,6 +33,7 @@ from harness.runs.trainer import make_loggers, trainer_factory
 from harness.start import called_as, console
 from lit_modules.nets.base import Net
 from lit_modules.nets.identity import Origin
+from lit_modules.tasks import CLASSES, task_class
 
 TOKENIZER = "teacher_tokenizer"
 
@@ -171,7 +172,7 @@ class Session:
                     nets.check_finished(self.out)
                     if self.reads_data:
                         folders.check_samples(self.out, self.samples, listed=self.data.split_list())
-                    origins.take_up(self.out, self.origins, values)
+                    origins.check_origins(self.out, self.origins, values)
             again = f"{called_as(self.parser.prog)} {shlex.join(self._flags_to_resume())}"
             with signals.advise_at_stop(f"stopped; go on with: {again}\n" if launch.is_main_process() else ""):
                 yield self.out
@@ -208,7 +209,8 @@ class Session:
         """Say what users of a net that this run trains need to know."""
         data = self.data
         return NetFacts(
-            task=data.task, inputs=data.preparation, classes=tuple(data.class_names), versions=environment.versions(),
+            task=data.task, inputs=data.preparation, versions=environment.versions(),
+            classes=tuple(data.class_names) if task_class(data.task).outputs == CLASSES else (),
             commit=environment.last_commit(self.out),
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ def teacher_row_name(key: str) -> str:
     return key.replace(f"{TEACHERS}.", f"{TEACHER}-")
 
 
-def teachers_of(config: Namespace, rows: Mapping[str, cli.Row]) -> dict[str, TeacherWeights]:
+def teachers_of(config: Namespace, rows: Mapping[str, cli.ArmName]) -> dict[str, TeacherWeights]:
     """Return the teachers of each row, by default `teacher` alone; a method's name stands for its rows.
 
     Raises:

@@ -24,9 +24,9 @@ from harness.runs import files
 from harness.runs.fonts import drawable
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
-from lit_modules.tasks import METRICS
+from lit_modules.tasks import known_metrics
 
-SCORES = {metric.score: metric.chart for metric in METRICS.values()}
+SCORES = {metric.score: metric.chart for metric in known_metrics().values()}
 MAIN = {f"val/{name}": title for name, title in SCORES.items()} | {
     "val/loss": "validation loss", "train/loss": "training loss",
 }  # fmt: skip
@@ -190,14 +190,14 @@ def confusion_figure(confusion: Tensor | np.ndarray, names: Sequence[str] | None
     return figure
 
 
-def log_means(run: Session, nets: Sequence[str]) -> None:
+def log_means(session: Session, nets: Sequence[str]) -> None:
     """Write OUT/mean/<net> for each net, over the seeds that have finished all of them, if two or more have.
 
     A curve's mean has the steps that all of these seeds have.
     """
-    if not (run.tensorboard and is_main_process()):
+    if not (session.tensorboard and is_main_process()):
         return
-    folders = [run.out / f"seed{seed}" for seed in run.config.seeds]
+    folders = [session.out / f"seed{seed}" for seed in session.config.seeds]
     finished = [folder for folder in folders if all((folder / net / "weights.pt").exists() for net in nets)]
     if len(finished) < 2:
         return
@@ -207,7 +207,7 @@ def log_means(run: Session, nets: Sequence[str]) -> None:
     begin = min(times, default=1.0) - 1  # before any run of a seed: TensorBoard gives its seven colours in this order
     for name, means in means_by_net.items():
         charts = {f"{MAIN[tag]}, mean and range": ["Margin", [*BANDS[tag]]] for tag in MAIN if tag in means}
-        with open_writer(run.out / MEAN / name) as writer:
+        with open_writer(session.out / MEAN / name) as writer:
             writer._get_file_writer().add_summary(custom_scalars({"means over seeds": charts}), walltime=begin)
             for tag, events in means.items():
                 for event in events:

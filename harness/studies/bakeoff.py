@@ -16,8 +16,6 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness.reports.combine import combine
-from harness.reports.results import Results
 from harness.runs.callbacks import check_callbacks, check_monitors
 from harness.runs.launch import is_main_process
 from harness.runs.nets import load_net
@@ -41,15 +39,13 @@ from harness.studies.choices import (
     check_modules,
     check_net,
     is_from_teacher,
-    judged_by,
-    tell_direction,
+    notice_metric_direction,
 )
 from harness.studies.fits import save_classifier
 from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
 from harness.studies.teachers import (
     check_head_only,
     check_own_settings,
-    has_trained_teacher,
     note_origins,
     teacher_epochs,
 )
@@ -68,8 +64,8 @@ class BakeOff(SideBySide):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, arms(session.config))
-        has_made = any(is_from_teacher(session.config, arm.net) for arm in self.arms.values())
-        self.made: Any = resolve_name(FROM_TEACHERS)(session) if has_made else None
+        asks_teacher = any(is_from_teacher(session.config, arm.net) for arm in self.arms.values())
+        self.nets_from_teachers: Any = resolve_name(FROM_TEACHERS)(session) if asks_teacher else None
         keys = (key for arm in self.arms.values() for key in arm.teachers)
         self.teachers = list(dict.fromkeys([TEACHER, *keys]))  # the flags that choose them
 
@@ -97,7 +93,7 @@ class BakeOff(SideBySide):
             loaded[key] = self.teacher(plan.seed, key).net if self.kind.is_stand_in(saved) else load_net(saved, "out")
         teacher = merge_teachers(loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_from_teacher(self.config, arm.net)):
-            self.made.choose(net, plan.seed, teacher)
+            self.nets_from_teachers.choose(net, plan.seed, teacher)
         return self.students(plan.seed, plan.arms, teacher)
 
     def check(self) -> None:
@@ -109,13 +105,13 @@ class BakeOff(SideBySide):
         session, config = self.session, self.config
         trainer = session.checked_trainer()
         check_head_only(session)
-        tell_direction(session)
+        notice_metric_direction(session)
         check_own_settings(session)
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         self.kind.check()
         for key in self.teachers if self.kind.stand_in(config.seeds[0]) is None else []:
             with self.kind.data_of_teacher(session):
-                check_net(session, key, trainer, trained=not has_trained_teacher(session, key))
+                check_net(session, key, trainer, trained=not self.kind.has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_from_teacher(config, arm.net)):
             check_net(session, net, trainer)
         teachers = self._check_teachers(trainer)
@@ -127,7 +123,7 @@ class BakeOff(SideBySide):
         check_averages(session, trainer)
         for students_of_one in students:
             check_monitors(session, trainer, students_of_one)
-        trained = {key: module for key, module in teachers.items() if not has_trained_teacher(session, key)}
+        trained = {key: module for key, module in teachers.items() if not self.kind.has_trained_teacher(session, key)}
         stages: dict[str, Loop] = {teacher_row_name(key): module for key, module in trained.items()}
         check_callbacks(session, trainer, {**stages, "students": students[0]})
 
@@ -141,7 +137,7 @@ class BakeOff(SideBySide):
             note_origins(session, teachers[TEACHER].net, first, self.kind.teacher_source(first))
         session.origins |= self.kind.origins(session)
         for key, module in teachers.items():  # before it is frozen
-            if has_trained_teacher(session, key):
+            if self.kind.has_trained_teacher(session, key):
                 continue
             with (
                 flags_of_teacher(config),
@@ -201,35 +197,17 @@ class BakeOff(SideBySide):
         return [self.teacher_plan(seed, key) for key in self.teachers]
 
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
-        is_trained, arm = has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
+        is_trained, arm = self.kind.has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
         epochs = None if is_trained else teacher_epochs(self.session, key)
         batch_size = self.config.teacher_batch_size
         return FitPlan(seed, arm.name, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
 
-    def check_company(self, arms: Sequence[Arm]) -> None:
+    def check_peers_train_together(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}
         for arm in arms:
             if earlier := [peer for peer in arm.objective(self.config).peers if peer not in names]:
                 expected = f"students that begin with it; {earlier[0]} was trained before: take another `out`"
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
-
-    def combine(self, records: Sequence[Sequence[FitRecord]]) -> Results:
-        rows = self.teacher_rows
-        teachers, *others = ([fits[number] for fits in records] for number in range(len(rows)))
-        students = [fits[len(rows) :] for fits in records]
-        nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
-        return combine(
-            self.session.header(),
-            teachers,
-            {name: [of_seed[name] for of_seed in nets] for name in self.arms},
-            [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
-            judged_by(self.config, self.session.data),
-            variants={name: arm.variant for name, arm in self.arms.items()},
-            taught={
-                name: format_teachers(arm.teachers) for name, arm in self.arms.items() if arm.teachers != BY_TEACHER
-            },
-            more_teachers=dict(zip(rows[1:], others, strict=True)),
-        )
 
 
 def merge_teachers(loaded: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:

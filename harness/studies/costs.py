@@ -15,15 +15,15 @@ from apprentice import replicas
 from apprentice.batch import Batch
 from datamodules.base import InMemoryData
 from harness.reports import samples
-from harness.runs.plans import Arm, Fit
+from harness.runs.plans import Arm, FitOutcome
 from harness.runs.records import Failure, NetRecord
-from harness.studies.trained import Trained, count_training
+from harness.studies.training_flops import LearnedBatches, count_training
 from lit_modules.tasks.base import EMA
 from lit_modules.training.loop import Loop
 
 LONGEST = 0.25  # seconds in which steps are timed, beyond the first three
 SLOW = 2.0  # seconds of a step of which one is enough
-CountTraining = Callable[[Loop, str, Batch, Trained], int | None]  # as `count_training`
+CountTraining = Callable[[Loop, str, Batch, LearnedBatches], int | None]  # as `count_training`
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -57,7 +57,7 @@ def milliseconds(step: Callable[[], Tensor]) -> float:
 
 
 def measure(
-    module: Loop, arm: Arm, run: str, outcome: Fit, data: InMemoryData, count: CountTraining = count_training
+    module: Loop, arm: Arm, run: str, outcome: FitOutcome, data: InMemoryData, count: CountTraining = count_training
 ) -> NetRecord:
     """Measure an arm, a run of its module: its scores in the test, and what a step of its training costs."""
     prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
@@ -73,17 +73,17 @@ def measure(
     if (correct := figures.get("test_correct")) is not None:
         figures["test_correct"] = round(correct)
     of_samples, values = samples.summarize(module.task, outcome.samples.get(run, {}), data.test_units)
-    if module.training_log.samples and scores:  # a loaded net has no training to measure
+    if ended["samples"] and scores:  # a loaded net, or one that is not trained, has no training to measure
         weight = next(module.parameters())
         batch = on_device(data.typical_batch(weight.dtype).batch, weight.device)
-        trained = Trained.of(data, ended["samples"])
+        trained = LearnedBatches.of(data, ended["samples"])
         with outcome.autocast(), alone(weight.device):
             figures["train_flops"] = count(module, run, batch, trained)
             shares = trained.shares(module.timed_steps(run, batch), module.batches_planned)
             figures["step_ms"] = sum(share * milliseconds(step) for step, share in shares)
     return NetRecord(
         arm.method.name, {**figures, **of_samples}, Failure(**failed) if failed else None, ended["epochs"],
-        list_epochs(module, run), samples=values, trained_steps=ended["steps"], best_epoch=outcome.best_epochs.get(run),
+        list_epochs(module, run), samples=values, best_epoch=outcome.best_epochs.get(run),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from harness.runs.callbacks import drop_unsuited
 from harness.runs.files import atomic
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.nets import AVERAGE, load_net, read_spec, save_checkpoint, save_net
-from harness.runs.plans import Arm, Fit, FitPlan, of_teacher
+from harness.runs.plans import Arm, FitOutcome, FitPlan, of_teacher
 from harness.runs.progress import Show, Speed, estimate_rest, progress
 from harness.runs.quiet import notice, quiet
 from harness.runs.records import FitRecord, NetRecord
@@ -32,7 +32,7 @@ from harness.runs.teacher_weights import BY_TEACHER, TEACHER, teacher_row_name
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.studies import costs
-from harness.studies.choices import judged_by, learner_options, trained_spec
+from harness.studies.choices import judged_by, learner_options, net_spec, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.identity import configurations
@@ -43,11 +43,11 @@ from lit_modules.training.loop import Loop
 LONG = 60.0  # seconds of a fit whose steps may take long to time
 
 
-Measure = Callable[[FitPlan, Loop, Arm, str, Fit], NetRecord]  # of an arm, which is this run of the module
+Measure = Callable[[FitPlan, Loop, Arm, str, FitOutcome], NetRecord]  # of an arm, which is this run of the module
 
 
 def fit(
-    run: Session,
+    session: Session,
     plan: FitPlan,
     build: Callable[[FitPlan], Loop],
     plans: Sequence[FitPlan] = (),
@@ -62,23 +62,23 @@ def fit(
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
-    path, checkpoint = plan.record(run.out), plan.checkpoint(run.out)
+    path, checkpoint = plan.record(session.out), plan.checkpoint(session.out)
     before = FitRecord.read(path) if path.exists() else None
-    if before is not None and is_finished(run, plan):
+    if before is not None and is_finished(session, plan):
         if is_main_process() and not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)  # the process may have been killed just before
         return before
     with main_first(f"seed{plan.seed} {plan.name}"):
-        extended = _extends(run, plan, before.max_epochs if before else None)
-    run.data.order_seed, run.data.hides_labels = plan.seed, not plan.all_labels
+        extended = _extends(session, plan, before.max_epochs if before else None)
+    session.data.order_seed, session.data.hides_labels = plan.seed, not plan.all_labels
     module = build(plan)
     trained = [(arm, module.net_of(run_of(module, arm))) for arm in plan.arms]
     exports = [  # before a strategy changes the net's class
-        (arm, net, trained_spec(run, arm.net, net, next(iter(arm.teachers)))) for arm, net in trained
+        (arm, net, trained_spec(session, arm.net, net, next(iter(arm.teachers)))) for arm, net in trained
     ]
-    show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(run.out, plans, plan))
-    score = judged_by(run.config, run.data).score
-    outcome = fit_and_test(run, plan, module, score, extended, show)
+    show = progress(f"seed {plan.seed} {plan.name:8}", estimate_rest(session.out, plans, plan))
+    score = judged_by(session.config, session.data).score
+    outcome = fit_and_test(session, plan, module, score, extended, show)
     record = FitRecord(outcome.seconds, plan.epochs)
     if isinstance(module, Distillation):
         record = replace(record, teacher_samples=module.teacher_samples, teacher_stored=module.teacher_stored)
@@ -89,16 +89,16 @@ def fit(
                 notice(f"seed {plan.seed} {plan.name:8}  timing a step of {arm.name}")
             part = run_of(module, arm)
             record.nets[arm.name] = (
-                costs.measure(module, arm, part, outcome, run.data)
+                costs.measure(module, arm, part, outcome, session.data)
                 if measure is None
                 else measure(plan, module, arm, part, outcome)
             )
-            if spec["class_path"] != cli.choice_at(run.config, arm.net).class_path:
+            if spec["class_path"] != net_spec(session, arm.net)["class_path"]:
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
-                _export(run, plan, module, arm, net, spec)
-            if run.tensorboard:
-                log_row(run, plan.seed, arm, spec, record.nets[arm.name].figures, score)
+                _export(session, plan, module, arm, net, spec)
+            if session.tensorboard:
+                log_row(session, plan.seed, arm, spec, record.nets[arm.name].figures, score)
         record.write(path)
         if not plan.keeps_checkpoint:
             checkpoint.unlink(missing_ok=True)
@@ -106,36 +106,36 @@ def fit(
     return record
 
 
-def _export(run: Session, plan: FitPlan, module: Loop, arm: Arm, net: nn.Module, spec: dict[str, Any]) -> None:
+def _export(session: Session, plan: FitPlan, module: Loop, arm: Arm, net: nn.Module, spec: dict[str, Any]) -> None:
     """Write an arm's net, and the average of its weights, into its folder."""
     taught_by = {} if arm.teachers == BY_TEACHER else {teacher_row_name(key): w for key, w in arm.teachers.items()}
-    facts = replace(run.net_facts(), taught_by=taught_by, configuration=configurations(net))
-    folder = plan.folder(run.out) / arm.name
+    facts = replace(session.net_facts(), taught_by=taught_by, configuration=configurations(net))
+    folder = plan.folder(session.out) / arm.name
     save_net(net, spec, folder, facts)
     if isinstance(module, Distillation) and (average := module.average_of(arm.name)) is not None:
         save_net(average, spec, folder / AVERAGE, facts)
 
 
-def is_finished(run: Session, plan: FitPlan) -> bool:
+def is_finished(session: Session, plan: FitPlan) -> bool:
     """Return whether a fit's record is there, of as many epochs."""
-    path = plan.record(run.out)
+    path = plan.record(session.out)
     return path.exists() and FitRecord.read(path).max_epochs == plan.epochs
 
 
-def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
+def _extends(session: Session, plan: FitPlan, done: int | None) -> bool:
     """Return whether the checkpoint is of a fit of fewer epochs, from which the planned one goes on.
 
     Deletes the checkpoint if none can. `done` are the epochs of the fit's record.
     """
-    checkpoint = plan.checkpoint(run.out)
+    checkpoint = plan.checkpoint(session.out)
     points = safepoints.read(checkpoint)["callbacks"]["SafePoints"] if checkpoint.exists() else {}
     had: int | None = points.get("max_epochs")
     if plan.epochs is None or had == plan.epochs or (had is None and done is None):
         return False
     why = "" if had else "the folder has no checkpoint of it"
-    if run.config.trainer.init_args["callbacks"]:
+    if session.config.trainer.init_args["callbacks"]:
         why = "callbacks may depend on the number of epochs"
-    elif (rates := vars(run.config).get("scheduler")) and follows_length(cli.scheduler_factory(rates, "scheduler")):
+    elif (rates := vars(session.config).get("scheduler")) and follows_length(cli.scheduler_factory(rates, "scheduler")):
         why = f"{rates.name} depends on the number of epochs"
     elif had == 1:
         why = "a teacher's outputs are stored from two epochs on"
@@ -148,8 +148,8 @@ def _extends(run: Session, plan: FitPlan, done: int | None) -> bool:
 
 
 def fit_and_test(
-    run: Session, plan: FitPlan, module: Loop, score: str = "acc", extended: bool = False, show: Show | None = None
-) -> Fit:
+    session: Session, plan: FitPlan, module: Loop, score: str = "acc", extended: bool = False, show: Show | None = None
+) -> FitOutcome:
     """Fit the module, from its checkpoint if there is one, then, if it is to be tested, test its last weights once.
 
     The module ends with the trained weights in this process, even if the trainer started others. Nets are judged by the
@@ -158,39 +158,39 @@ def fit_and_test(
     Raises:
         Interrupted: the user asked to stop; the checkpoint has what was trained.
     """
-    folder, checkpoint = plan.folder(run.out), plan.checkpoint(run.out)
-    loggers = run.loggers(f"{folder.name}/{plan.name}")
+    folder, checkpoint = plan.folder(session.out), plan.checkpoint(session.out)
+    loggers = session.loggers(f"{folder.name}/{plan.name}")
     state = safepoints.read(checkpoint) if checkpoint.exists() else None
     if state is not None:
         safepoints.load(module, state, checkpoint)  # before ranks are started, one of which would fail alone
 
     def trainer(purge_step: int = 0, part: str = "", **kwargs: Any) -> Trainer:
         runs = [arm.name for arm in plan.arms]
-        curves = [RunsLogger(folder, runs, plan.name, purge_step, part, score)] if run.tensorboard else []
+        curves = [RunsLogger(folder, runs, plan.name, purge_step, part, score)] if session.tensorboard else []
         kwargs |= {**plan.trainer, "logger": [*curves, *loggers] or False, "plugins": [AtomicCheckpointIO()]}
-        return run.trainer(**kwargs, **({"show": show} if show else {}))
+        return session.trainer(**kwargs, **({"show": show} if show else {}))
 
     with quiet():
         if not plan.is_trained and not _is_finished(module, state, extended):
             with _stop_after_save():
-                callbacks = [SafePoints(checkpoint, run.config.checkpoint_every), Speed()]
-                callbacks += [*run_callbacks(run.config), *([] if plan.until is None else [Until(plan.until)])]
+                callbacks = [SafePoints(checkpoint, session.config.checkpoint_every), Speed()]
+                callbacks += [*run_callbacks(session.config), *([] if plan.until is None else [Until(plan.until)])]
                 epochs: dict[str, Any] = {} if plan.epochs is None else {"max_epochs": plan.epochs}
                 purge_step = state["global_step"] if state else 0
                 fitting = trainer(purge_step, enable_checkpointing=True, callbacks=callbacks, **epochs)
-                drop_unsuited(run, plan.label, module, fitting)
+                drop_unsuited(session, plan.label, module, fitting)
                 for callback in fitting.checkpoint_callbacks:  # the user's, unless placed elsewhere
                     if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                         callback.dirpath = str(folder / "checkpoints" / plan.name)
                 resumed: dict[str, Any] = {"ckpt_path": str(checkpoint), "weights_only": True} if state else {}
-                fitting.fit(module, run.data, **resumed)
+                fitting.fit(module, session.data, **resumed)
             state = safepoints.read(checkpoint)
         if state is not None:
             safepoints.load(module, state, checkpoint, best=True)
         path = checkpoint.with_suffix(".samples")
         only_test: dict[str, Any] = {"enable_checkpointing": False, "enable_model_summary": False, "profiler": None}
         testing = trainer(part=".test", callbacks=[SampleWriter(path)], **only_test)
-        scores = dict(testing.test(module, run.data, verbose=False)[0]) if plan.tested else {}
+        scores = dict(testing.test(module, session.data, verbose=False)[0]) if plan.tested else {}
         testing.strategy.barrier()
         finish_runs(loggers)
     samples: dict[str, dict[str, Tensor]] = {}
@@ -199,8 +199,8 @@ def fit_and_test(
         path.unlink()
     points = state["callbacks"]["SafePoints"] if state else {"seconds": None, "epochs": None}
     device, forward = testing.strategy.root_device, testing.strategy.precision_plugin.forward_context
-    best = {run: entry["epoch"] for run, entry in (safepoints.best_of(state) if state else {}).items()}
-    return Fit(points["seconds"], points["epochs"], scores, device, forward, samples, best)
+    best = {name: entry["epoch"] for name, entry in (safepoints.best_of(state) if state else {}).items()}
+    return FitOutcome(points["seconds"], points["epochs"], scores, device, forward, samples, best)
 
 
 def _is_finished(module: Loop, state: Mapping[str, Any] | None, extended: bool) -> bool:
@@ -259,11 +259,11 @@ def wait_for_main() -> None:
         dist.barrier()
 
 
-def save_classifier(run: Session, seed: int, net: str) -> None:
+def save_classifier(session: Session, seed: int, net: str) -> None:
     """Write `classifier.ckpt` beside a net's weights, from which `LitClassifier.load_from_checkpoint` makes it."""
-    folder = run.out / f"seed{seed}" / net
+    folder = session.out / f"seed{seed}" / net
     loaded = with_seed(0, lambda: load_net(folder, "out"))
-    config = of_teacher(run.config) if net.partition("-")[0] == TEACHER else run.config
-    module = LitClassifier(loaded, run.data.num_classes, seed=seed, **learner_options(config, run.data))
+    config = of_teacher(session.config) if net.partition("-")[0] == TEACHER else session.config
+    module = LitClassifier(loaded, session.data.num_classes, seed=seed, **learner_options(config, session.data))
     module.hparams["net"] = read_spec(folder, "out")  # also of a net that is no `lit_modules.nets.Net`
     save_checkpoint(module, folder / "classifier.ckpt")

@@ -26,8 +26,8 @@ class FromTeachers:
     Until `choose` was called for one, it is made without measuring: enough to check the options.
     """
 
-    def __init__(self, run: Session) -> None:
-        self.run = run
+    def __init__(self, session: Session) -> None:
+        self.run = session
         self.plans: dict[tuple[int, str], Any] = {}
 
     def student(self, key: str, seed: int, teacher: nn.Module) -> nn.Module:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -12,15 +13,25 @@ from apprentice.batch import Batch
 from harness import cli
 from harness.reports.html import Section
 from harness.reports.results import Results
-from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
+from harness.runs.teacher_weights import TEACHER
 from harness.start import called_as
-from harness.studies.trained import Trained, count_training
+from harness.studies.teachers import has_trained_teacher
+from harness.studies.training_flops import LearnedBatches, count_training
 from lit_modules.nets.identity import Origin
 from lit_modules.training.loop import Loop
 
-KINDS = {"tokens": "harness.studies.text.kind.TextKind"}  # by the data's task; imported where such data are chosen
+# By the data's task; imported where such data are chosen.
+KINDS = {"tokens": "harness.studies.text.kind.TextKind", "embedding": "harness.studies.embedding.kind.EmbeddingKind"}
+
+
+# Options that data of a task add to kd.py, and the word for such data.
+OPTIONS = {
+    "tokens": ("harness.studies.text.options.TextOptions", "texts"),
+    "embedding": ("harness.studies.embedding.options.EmbeddingOptions", "`data.task embedding`"),
+}
 
 
 class DataKind:
@@ -29,25 +40,31 @@ class DataKind:
     The session is an argument where a search, or a job, has another than the comparison.
 
     Args:
-        run: the comparison's session; its data are not loaded yet.
+        session: the comparison's; its data are not loaded yet.
         arms: all arms that may train.
 
     Attributes:
         exports_students: whether students are written for other libraries without `export`, too.
+        settings: flags and values of a run with such data, where the user sets no others.
     """
 
     exports_students = False
+    settings: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, run: Session, arms: Iterable[Arm]) -> None:
-        self.session, self.config = run, run.config
+    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
+        self.session, self.config = session, session.config
 
     def check(self) -> None:
         """Raise BadInput for options of this kind of data that can't be used."""
 
     @contextmanager
-    def data_of_teacher(self, run: Session) -> Iterator[None]:
+    def data_of_teacher(self, session: Session) -> Iterator[None]:
         """Inside, the session's data are as the teacher takes them."""
         yield
+
+    def has_trained_teacher(self, session: Session, key: str = TEACHER) -> bool:
+        """Return whether the teacher chosen under a key is loaded, not trained."""
+        return has_trained_teacher(session, key)
 
     def stand_in(self, seed: int) -> nn.Module | None:
         """Return a net that stands for a seed's teacher, of which all that is needed is stored; None: it is needed."""
@@ -61,13 +78,17 @@ class DataKind:
         """Return what tells a seed's teacher without loading it, if it may not be loaded."""
         return None
 
-    def origins(self, run: Session) -> dict[str, Origin]:
+    def origins(self, session: Session) -> dict[str, Origin]:
         """Return what a run that grows has to find again, beside nets, by its flag."""
         return {}
 
-    def prepare_teacher(self, run: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
+    def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
         """Return a teacher that takes these students' inputs; BadInput if they can't learn from it."""
         return teacher
+
+    def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
+        """Return the net of a student with this seed, of a teacher that `prepare_teacher` gave."""
+        return net
 
     def module_arguments(self, seed: int) -> dict[str, Any]:
         """Return arguments of the `Distillation` of a seed."""
@@ -79,35 +100,54 @@ class DataKind:
     def after_seed(self, seed: int) -> None:
         """Keep what a seed's fits have left."""
 
-    def count_training(self, module: Loop, run: str, batch: Batch, trained: Trained) -> int | None:
-        """Count the operations of a run's training, see `harness.studies.trained.count_training`."""
+    def count_training(self, module: Loop, run: str, batch: Batch, trained: LearnedBatches) -> int | None:
+        """Count the operations of a run's training, see `harness.studies.training_flops.count_training`."""
         return count_training(module, run, batch, trained)
 
     def add_figures(
-        self, run: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: Fit, record: NetRecord
+        self, session: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: FitOutcome, record: NetRecord
     ) -> NetRecord:
         """Return the record of a net that was fitted, with figures of this kind of data."""
         return record
 
-    def sections(self, run: Session, results: Results) -> list[Section]:
+    def sections(self, session: Session, results: Results) -> list[Section]:
         """Return sections of report.html."""
         return []
 
-    def next_steps(self, run: Session, folder: str) -> dict[str, str]:
+    def next_steps(self, session: Session, folder: str) -> dict[str, str]:
         """Return commands for a net's folder, quoted for a shell, by the word for what they do."""
-        if run.data.preparation.kind == "tensors":  # made by a data module of the user's own
+        if session.data.preparation.kind == "tensors":  # made by a data module of the user's own
             return {}
         return {"predict": command_line("predict.py", run=folder, inputs="FOLDER")}
 
-    def finish(self, run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
+    def finish(self, session: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
         """Write files of this kind into the folders of nets of these names."""
 
 
-def kind_of(run: Session, arms: Iterable[Arm]) -> DataKind:
+def kind_of(session: Session, arms: Iterable[Arm]) -> DataKind:
     """Return what the chosen data add."""
-    task = getattr(run.config.data.target, "task", None)
+    task = task_of_choice(session.config.data)
     kind: type[DataKind] = resolve_name(KINDS[task]) if task in KINDS else DataKind
-    return kind(run, arms)
+    return kind(session, arms)
+
+
+def task_of_choice(data: cli.Choice) -> str:
+    """Return the task of the data that are chosen; "" of other people's."""
+    return str(data.init_args.get("task") or getattr(data.target, "task", ""))
+
+
+def options_by_task() -> list[cli.Group]:
+    """Return the options that data of each task add."""
+
+    def applies(task: str, data: cli.Choice) -> bool:
+        return task_of_choice(data) == task
+
+    return [cli.Group("data", partial(applies, task), *options) for task, options in OPTIONS.items()]
+
+
+def settings_by_task() -> dict[str, dict[str, Any]]:
+    """Return the settings that data of each task bring."""
+    return {task: resolve_name(path).settings for task, path in KINDS.items()}
 
 
 def command_line(script: str, **flags: str) -> str:

@@ -16,18 +16,18 @@ from lit_modules.nets.base import cast_inputs
 from lit_modules.nets.layers import DEFAULT_LAYER, INPUT, MIDDLE, observe, resolve
 
 
-def print_layers(run: Session) -> None:
+def print_layers(session: Session) -> None:
     """Print a table for each teacher and each student's net of a run; BadInput for one that does not fit the data."""
-    run = run.with_settings(exact=None)  # nothing is trained
-    trainer = run.checked_trainer()
-    students = (row.net for row in cli.rows(run.config).values())
-    for key in [TEACHER, *(f"{TEACHERS}.{name}" for name in run.config.teachers), *dict.fromkeys(students)]:
-        check_net(run, key, trainer, trained=False)
-        net = make_net(run.config, key, run.config.seeds[0], run.data.net_arguments, run.is_double)
+    session = session.with_settings(exact=None)  # nothing is trained
+    trainer = session.checked_trainer()
+    students = (row.net for row in cli.arm_names(session.config).values())
+    for key in [TEACHER, *(f"{TEACHERS}.{name}" for name in session.config.teachers), *dict.fromkeys(students)]:
+        check_net(session, key, trainer, trained=False)
+        net = make_net(session.config, key, session.config.seeds[0], session.data.net_arguments, session.is_double)
         if is_main_process():
-            lines = [list(line) for line in layers(net, run.data.example[:1])]
+            lines = [list(line) for line in layers(net, session.data.example[:1])]
             table = Table(["layer", "is", "output"], lines, left=3)
-            print(f"{key} {cli.choice_at(run.config, key).name}\n\n{table.plain()}\n", flush=True)
+            print(f"{key} {cli.choice_at(session.config, key).name}\n\n{table.plain()}\n", flush=True)
 
 
 def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:

@@ -8,19 +8,19 @@ from harness.start import called_as
 from harness.studies.kinds import DataKind, command_line
 
 
-def next_steps(run: Session, kind: DataKind, net: str | None) -> str:
+def next_steps(session: Session, kind: DataKind, net: str | None) -> str:
     """Write a line for the report, the curves and each command; `net` is the name of the one to use, if there is one.
 
     Words in capitals stand for what only the user knows.
     """
-    out = shlex.quote(str(run.out))
+    out = shlex.quote(str(session.out))
     steps = {"report": f"{out}/report.html, results.md, .png, .json"}
-    if run.tensorboard:
+    if session.tensorboard:
         steps["curves"] = f"tensorboard --logdir {out}"
     steps["compare"] = f"{called_as('compare.py')} {out} OTHER_RUN"
     if net is not None:
-        folder = shlex.quote(f"{run.out}/seed{run.config.seeds[0]}/{net}")
-        steps |= kind.next_steps(run, folder)
+        folder = shlex.quote(f"{session.out}/seed{session.config.seeds[0]}/{net}")
+        steps |= kind.next_steps(session, folder)
         steps["export"] = command_line("export.py", run=folder)
     return "\n".join(f"{step:8}  {line}" for step, line in steps.items())
 

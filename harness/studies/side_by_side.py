@@ -19,9 +19,10 @@ from harness.reports.results import Results
 from harness.reports.search import Search
 from harness.runs import environment, safepoints
 from harness.runs.launch import is_main_process, main_first
-from harness.runs.plans import Arm, Fit, FitPlan, teams
+from harness.runs.plans import Arm, FitOutcome, FitPlan, teams
 from harness.runs.records import FitRecord, NetRecord
 from harness.runs.session import Session
+from harness.runs.teacher_weights import BY_TEACHER, TEACHER, format_teachers
 from harness.runs.tensorboard import log_means
 from harness.studies import costs
 from harness.studies.choices import judged_by
@@ -90,15 +91,12 @@ class SideBySide:
             self.tuning.check()
         return self
 
-    def check_company(self, arms: Sequence[Arm]) -> None:
+    def check_peers_train_together(self, arms: Sequence[Arm]) -> None:
         """Raise BadInput if arms can't train in one fit."""
 
-    def measure(self, module: Loop, arm: Arm, run: str, outcome: Fit) -> NetRecord:
-        """Measure an arm's scores and costs after its fit."""
-        return costs.measure(module, arm, run, outcome, self.session.data, self.kind.count_training)
-
-    def _measure(self, plan: FitPlan, module: Loop, arm: Arm, run: str, outcome: Fit) -> NetRecord:
-        record = self.measure(module, arm, run, outcome)
+    def measure(self, plan: FitPlan, module: Loop, arm: Arm, run: str, outcome: FitOutcome) -> NetRecord:
+        """Measure an arm's scores and costs after its fit, and what its kind of data adds; `run` is its run there."""
+        record = costs.measure(module, arm, run, outcome, self.session.data, self.kind.count_training)
         return self.kind.add_figures(self.session, plan, arm, module.net_of(run), outcome, record)
 
     def sections(self, results: Results) -> list[Section]:
@@ -137,7 +135,7 @@ class SideBySide:
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done."""
         with without_jobs(self.session, plan), self.session.batches_of(plan.batch_size):
-            return fit(self.session, plan, self.build, plans, self._measure)
+            return fit(self.session, plan, self.build, plans, self.measure)
 
     def plans(self, seed: int) -> list[FitPlan]:
         """Plan a seed's fits: those before the arms', those of arms that the folder has, and one of arms that are new.
@@ -151,17 +149,17 @@ class SideBySide:
         members = {path.stem: {*_list_members(folder, path.stem)} for path in sorted(folder.glob("students*.[cj]*"))}
         members = {name: names for name, names in members.items() if names}
         new = {name: arm for name, arm in self.arms.items() if not any(name in names for names in members.values())}
-        waves = self._divide(new)
+        new_fits = self._divide(new)
         for name in itertools.chain(["students"], (f"students-{number}" for number in itertools.count(2))):
-            if not waves and not members:
+            if not new_fits and not members:
                 return plans
             if name in members:
                 names = members.pop(name)
                 chosen = tuple(arm for arm in self.arms.values() if arm.name in names)
             else:
-                chosen = waves.pop(0) if waves else ()
+                chosen = new_fits.pop(0) if new_fits else ()
             if chosen:
-                self.check_company(chosen)
+                self.check_peers_train_together(chosen)
                 plans.append(FitPlan(seed, name, chosen, epochs, keeps_checkpoint=self.keeps_checkpoints))
         raise AssertionError("there are always more names")
 
@@ -186,14 +184,21 @@ class SideBySide:
         return fits
 
     def combine(self, records: Sequence[Sequence[FitRecord]]) -> Results:
-        """Combine for each seed the records of the arms' fits."""
-        nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in records]
+        """Combine for each seed the records of its fits: those of its teachers, then those of the arms."""
+        count = len(self.teacher_rows)
+        teachers = {row: [fits[number] for fits in records] for number, row in enumerate(self.teacher_rows)}
+        students = [fits[count:] for fits in records]
+        nets = [{name: net for fit in fits for name, net in fit.nets.items()} for fits in students]
+        others = {name: arm for name, arm in self.arms.items() if arm.teachers != BY_TEACHER}
         return combine(
             self.session.header(),
-            [],
+            teachers.pop(TEACHER, []),
             {name: [of_seed[name] for of_seed in nets] for name in self.arms},
-            [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in records],
+            [sum(fit.fit_seconds or 0.0 for fit in fits) for fits in students],
             judged_by(self.config, self.session.data),
+            variants={name: arm.variant or name for name, arm in self.arms.items()},
+            taught={name: format_teachers(arm.teachers) for name, arm in others.items()},
+            more_teachers=teachers,
         )
 
     def _report(self, records: Sequence[Sequence[FitRecord]], search: Search | None) -> None:

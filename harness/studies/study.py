@@ -21,7 +21,7 @@ SLOW = 2.0  # seconds a case takes if each is announced
 MACHINE = ("cpu", "cores", "gpus")
 
 
-Row = TypeVar("Row", bound=Mapping[str, Any])  # an entry of results.json
+Measurement = TypeVar("Measurement", bound=Mapping[str, Any])  # an entry of results.json
 
 
 class StudyHeader(TypedDict, total=False):
@@ -40,7 +40,7 @@ class StudyHeader(TypedDict, total=False):
     peak: dict[str, Any]
 
 
-class Study(Generic[Row]):
+class Study(Generic[Measurement]):
     """The base of all studies, which define their cases, their lines and their report.
 
     Args:
@@ -55,22 +55,22 @@ class Study(Generic[Row]):
     needed: ClassVar[str] = ""  # name of the case that all others are compared with: if it fails, the run ends
     files: ClassVar[str] = "report.html, results.md, .png, .json"  # what the last line of the output names
 
-    def __init__(self, run: Session, **how: int | str) -> None:
-        self.out, self.parser = run.out, run.parser
-        self.rows: dict[str, Row] = {}  # by name
+    def __init__(self, session: Session, **how: int | str) -> None:
+        self.out, self.parser = session.out, session.parser
+        self.rows: dict[str, Measurement] = {}  # by name
         self.failed: dict[str, str] = {}  # one-line reasons by name
         self.header: StudyHeader = {
-            "format": FORMAT, "experiment": run.name,
+            "format": FORMAT, "experiment": session.name,
             "hardware": environment.hardware() | how, "versions": environment.versions(),
-            "config": run.parser.as_dict(run.config), "free": run.parser.free,
+            "config": session.parser.as_dict(session.config), "free": session.parser.free,
         }  # fmt: skip
-        if run.config.resume and (self.out / "results.json").exists():
+        if session.config.resume and (self.out / "results.json").exists():
             with reading(self.out, "out"):
                 before = json.loads(read_text(self.out / "results.json"))
                 check_format(before, self.out)
                 self._check_same(before, how)
                 self.rows = {row[self.key]: row for row in before["rows"]}
-        run.describe()
+        session.describe()
         self.header["commits"] = environment.commits(self.out)
 
     def _check_same(self, before: Mapping[str, Any], how: Iterable[str]) -> None:
@@ -86,11 +86,11 @@ class Study(Generic[Row]):
             expected = f"the machine on which {rows}: {'; '.join(differ)}; or take another `out`"
             raise BadInput("resume", "true", expected)
 
-    def line(self, row: Row) -> str:
+    def line(self, row: Measurement) -> str:
         """Return the line that is printed once a row is measured."""
         raise NotImplementedError
 
-    def write(self, order: Iterable[str]) -> list[Row]:
+    def write(self, order: Iterable[str]) -> list[Measurement]:
         """Write results.json, rows in this order and then any others; returns the rows."""
         names = dict.fromkeys([*order, *self.rows])
         rows = [self.rows[name] for name in names if name in self.rows]
@@ -101,7 +101,7 @@ class Study(Generic[Row]):
         """Return whether a case is measured, or has failed."""
         return name in self.rows or name in self.failed
 
-    def keep(self, name: str, row: Row, order: Iterable[str]) -> None:
+    def keep(self, name: str, row: Measurement, order: Iterable[str]) -> None:
         """Add a row, write it and print its line."""
         self.rows[name] = row
         self.write(order)
@@ -124,7 +124,7 @@ class Study(Generic[Row]):
         why = {name: as_flags(reason, self.parser) for name, reason in skipped.items()}
         return {**why, **{name: f"failed: {line}" for name, line in self.failed.items()}}
 
-    def measure(self, cases: Mapping[str, Callable[[], Row | None]]) -> None:
+    def measure(self, cases: Mapping[str, Callable[[], Measurement | None]]) -> None:
         """Measure the missing cases in order; one that fails costs no other, one that gives None is left out."""
         missing = {name: measured for name, measured in cases.items() if not self.has(name)}
         start = time.monotonic()

@@ -17,6 +17,7 @@ from harness.studies.recipes import RECIPES
 from lit_modules import objectives
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.sum import Sum
+from lit_modules.tasks import CLASSES
 
 SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
 
@@ -42,7 +43,7 @@ def needs() -> dict[str, list[str]]:
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
         for name, method in Classes((Objective,), objectives).by_name.items()
-        if method is not Sum
+        if issubclass(method, Objective) and method is not Sum and CLASSES in method.compares
     }
 
 

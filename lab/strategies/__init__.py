@@ -5,4 +5,3 @@ from lab.strategies.compressed import DDPFP16, DDPPowerSGD
 from lab.strategies.ddp_ring import DDPRing
 from lab.strategies.local_sgd import LocalSGD
 from lab.strategies.param_server import ParamServer
-from lab.strategies.rpc_hybrid import RPCHybrid

@@ -1,58 +1,56 @@
 """A parameter server: one rank holds the parameters and steps, the others compute gradients (Li et al. 2014)."""
 
 import functools
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from apprentice import replicas
 from apprentice.errors import BadInput
 from apprentice.private import tree_map
-from lab.strategies.rpc import CallQueue, RPCStrategy, receiver, wait
+from lab.strategies.rpc import CallQueue, forget_receiver, receiver, start_agent, stop_agent, wait
 from strategies.base import checkpoints, failures
+from strategies.base.data_parallel import DataParallel
 from strategies.base.gradients import copy_from, flatten, pack, parameters_of, unpack
+from strategies.base.launchers import ForkLauncher
+from strategies.base.private import sync_module_states
 
+Step = Callable[..., Any]  # an optimizer step, given its closure
 GRACE = 10.0  # seconds that workers wait longer than the server, which can name the missing worker
 
 
 class Push(NamedTuple):
-    """A worker's packed gradients of a step, for parameters that had `version` updates."""
+    """A worker's packed gradients of a step."""
 
     rank: int
-    step: int
-    version: int
     gradients: Tensor
 
 
 @async_execution
 def send(push: Push) -> Future:
-    """Remote call: put gradients into the server's queue; the answer is the parameters after that step."""
+    """Remote call: put gradients into the server's queue; the answer is the parameters after the step with them."""
     return receiver().put(push)
 
 
-class ParamServer(RPCStrategy):
+class ParamServer(DataParallel):
     """The last rank holds parameters and optimizer and steps; the others send it gradients by RPC.
 
-    With `max_staleness` 0 all wait for each step, and the numbers are those of `ddp`. Otherwise a worker continues with
-    parameters that lack at most so many steps (Ho et al. 2013). A step always uses the mean over the whole global
-    batch, so schedules, clipping and uneven shares keep their meaning.
-
-    With `update` each, the server steps with each worker's gradient as it arrives, and that worker goes on with the
-    parameters after its step (as in torch's tutorial, after Recht et al. 2011, "Hogwild!"). In a round the gradient
-    of each worker is used once, in the order of arrival, which moves the numbers. All ranks have the server's
-    parameters in evaluation and at the end.
+    A step is of the mean over the whole global batch, so the numbers are those of `ddp`. With `update` each, the
+    server steps with each worker's gradient as it arrives, and that worker goes on with the parameters after its step
+    (as in torch's tutorial, after Recht et al. 2011, "Hogwild!"). In a round the gradient of each worker is used once,
+    in the order of arrival, which moves the numbers. All ranks have the server's parameters in evaluation and at the
+    end.
 
     The server runs the module's hooks on empty batches; in evaluation it takes its share. A single process is both
     server and worker. Only the server has averaged gradients and optimizer state: in `on_before_optimizer_step` workers
@@ -60,11 +58,10 @@ class ParamServer(RPCStrategy):
     BatchNorm statistics count, where they are not the global batch's.
 
     Attributes:
-        staleness: how many of all workers' gradients were so many steps late, with `update` each so many gradients; on
-            all ranks after training.
+        staleness: with `update` each, how many gradients were computed with parameters that lacked so many of the
+            server's steps; on all ranks after training.
 
     Args:
-        max_staleness: steps that a worker's parameters may lack.
         update: whether a step is of the `mean` over all workers, or of `each` one's gradient.
         **kwargs: DataParallel's.
 
@@ -73,22 +70,20 @@ class ParamServer(RPCStrategy):
             LBFGS, which need gradients where the loss is.
     """
 
-    rpc_name = "param_server"
+    _relates_rows = False
+    _has_whole_nets = False
 
-    def __init__(self, max_staleness: int = 0, update: Literal["mean", "each"] = "mean", **kwargs: Any) -> None:
+    def __init__(self, update: Literal["mean", "each"] = "mean", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if update not in {"mean", "each"}:
             raise BadInput("update", update, "mean or each")
-        if max_staleness < 0:
-            raise BadInput("max_staleness", max_staleness, "0 (wait for every step) or more")
-        self.max_staleness, self.update = max_staleness, update
+        self.update = update
         self.staleness: Counter[int] = Counter()
         self._queue: CallQueue | None = None  # the server's
-        self._pushes: dict[int, dict[int, tuple[Push, Future]]] = defaultdict(dict)  # of steps, by rank
-        self._steps = self._version = 0  # steps of this fit; those that this rank's parameters have
-        self._updates = 0  # with `update` each: all, and those that a worker's parameters have
+        self._early: list[tuple[Push, Future]] = []  # pushes of the next round
+        self._updates = 0  # with `update` each: the server's steps, and those that each worker's parameters have
         self._seen = Counter[int]()
-        self._pending: deque[tuple[int, Any]] = deque()  # steps and future parameters
+        self._reply: Any = None  # a worker's: the future parameters
 
     @property
     def server(self) -> int:
@@ -120,21 +115,49 @@ class ParamServer(RPCStrategy):
         if self.server:
             self._workers: Any = dist.new_group(list(range(self.server)), timeout=self._timeout)
 
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if not rpc.is_available():
+            expected = "a torch with torch.distributed.rpc, which this one was built without"
+            raise BadInput("strategy", "param_server", expected)
+
+    def check_module(self, module: LightningModule) -> None:
+        super().check_module(module)
+        if not module.automatic_optimization:
+            raise BadInput("strategy", "param_server", f"automatic optimization of {type(module).__name__}")
+        if self._scales_loss:
+            raise BadInput("precision", "16-mixed", "one without a loss scale, as bf16-mixed, for param_server")
+
     def setup(self, trainer: Trainer) -> None:
         """Set the module up, and for a fit connect to the server."""
         self.check_module(self._module)
         if trainer.state.fn == TrainerFn.FITTING and self.server:
             if self._serves:
                 self._queue = CallQueue(self._timeout_seconds)
-            self._start_agent(self._queue)
+            start_agent(self._queue, self._timeout_seconds)
+            self.barrier()  # an agent that runs since an earlier fit does not mean that its rank is ready
         super().setup(trainer)
-        self._check_optimizers()
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise BadInput("strategy", "param_server", "an optimizer other than LBFGS, which needs the loss")
+
+    def configure_ddp(self) -> None:
+        """Start with rank zero's states, without a wrapper."""
+        sync_module_states(self._module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop the agent at once: others may wait for a result."""
+        stop_agent(graceful=False)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
+        """Stop the agents of forked ranks; in other ranks they serve the next fit, too."""
+        if isinstance(self._launcher, ForkLauncher):
+            stop_agent()
         super().teardown()
+        forget_receiver()
         replicas.set_group(None)
         self._queue = None
-        self._pushes.clear()
+        self._early.clear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch; BadInput if the module can't compute the server's, which has no rows."""
@@ -144,7 +167,7 @@ class ParamServer(RPCStrategy):
             if not (self.server and self._serves) or failures.SIGNS.search(str(error)):
                 raise
             expected = "a training_step that takes a batch without rows, as the server's are"
-            raise BadInput("strategy", self.rpc_name, f"{expected}: {error}") from error
+            raise BadInput("strategy", "param_server", f"{expected}: {error}") from error
 
     def _is_of_workers(self, group: Any) -> bool:
         """Whether a collective is over the workers: in training, unless another group is named."""
@@ -170,93 +193,70 @@ class ParamServer(RPCStrategy):
         return values
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        step: Step = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
         if not self.server:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return step(closure)
+        if not self._queue:
+            # A worker's optimizer finds no gradients: its step only counts for the schedulers.
+            result = step(lambda: self._push(optimizer, closure()))
+            copy_from(wait(self._reply, self.server), parameters_of(optimizer))
+            return result
+        return (self._step_each if self.update == "each" else self._step_mean)(self._queue, optimizer, closure, step)
 
-        if self._queue and self.update == "each":
-            step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-            return self._step_each(optimizer, closure, step)
+    def _push(self, optimizer: Optimizer, loss: Any) -> Any:
+        """Send a worker's gradients to the server, and clear them."""
+        parameters = parameters_of(optimizer)
+        push = Push(self.global_rank, pack({p: p.grad for p in parameters}).cpu())
+        self._reply = rpc.rpc_async(self.server, send, args=(push,), timeout=self._timeout_seconds + GRACE)
+        for p in parameters:
+            p.grad = None
+        return loss
 
-        def exchange() -> Any:
+    def _step_mean(self, calls: CallQueue, optimizer: Optimizer, closure: Callable[[], Any], step: Step) -> Any:
+        """Step with the mean of the workers' gradients, added in the order of the ranks."""
+        parameters, pushes = parameters_of(optimizer), dict[int, tuple[Tensor, Future]]()
+
+        def load_mean() -> Any:
             loss = closure()
-            self._collect(optimizer) if self._queue else self._push(optimizer)
+            while missing := set(range(self.server)) - pushes.keys():
+                push, reply = calls.get(sorted(missing))
+                pushes[push.rank] = push.gradients, reply
+            total = functools.reduce(torch.add, [pushes[rank][0] for rank in range(self.server)])
+            load_gradients(total / self.server, parameters)
             return loss
 
-        # A worker's optimizer finds no gradients: its step only counts for the schedulers.
-        result = super().optimizer_step(optimizer, exchange, model, **kwargs)
-        self._steps += 1
-        if self._queue:
-            parameters = flatten(parameters_of(optimizer)).cpu()
-            for _, reply in self._pushes.pop(self._steps - 1).values():
-                reply.set_result(parameters)
-        else:
-            self._receive(optimizer, self.max_staleness)
+        result = step(load_mean)
+        newest = flatten(parameters).cpu()
+        for _, reply in pushes.values():
+            reply.set_result(newest)
         return result
 
-    def _step_each(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+    def _step_each(self, calls: CallQueue, optimizer: Optimizer, closure: Callable[[], Any], step: Step) -> Any:
         """Step once with the gradient of each worker, in the order in which they arrive."""
-        assert self._queue is not None
         loss, parameters, result = closure(), parameters_of(optimizer), None
-        arrived, left = self._pushes.pop(self._steps, {}), set(range(self.server))
-        while left:
-            while not arrived:
-                push, reply = self._queue.get(sorted(left))
-                (arrived if push.step == self._steps else self._pushes[push.step])[push.rank] = push, reply
-            push, reply = arrived.pop(next(iter(arrived)))
-            left.remove(push.rank)
+        waiting, self._early, missing = self._early, [], set(range(self.server))
+        while missing:
+            push, reply = waiting.pop(0) if waiting else calls.get(sorted(missing))
+            if push.rank not in missing:  # a fast worker's next gradient
+                self._early.append((push, reply))
+                continue
+            missing.remove(push.rank)
             self.staleness[self._updates - self._seen[push.rank]] += 1
 
-            def load_gradients(gradients: Tensor = push.gradients) -> Any:
-                for p, gradient in unpack(gradients, parameters).items():
-                    p.grad = gradient
+            def load(gradients: Tensor = push.gradients) -> Any:
+                load_gradients(gradients, parameters)
                 return loss
 
-            result = step(load_gradients)
+            result = step(load)
             self._updates += 1
             self._seen[push.rank] = self._updates
             reply.set_result(flatten(parameters).cpu())
-        self._steps += 1
         return result
 
-    def _push(self, optimizer: Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        gradients = pack({p: p.grad for p in parameters}).cpu()
-        push = Push(self.global_rank, self._steps, self._version, gradients)
-        reply = rpc.rpc_async(self.server, send, args=(push,), timeout=self._timeout_seconds + GRACE)
-        self._pending.append((self._steps + 1, reply))
-        for p in parameters:
-            p.grad = None
-
-    def _collect(self, optimizer: Optimizer) -> None:
-        """Average the workers' gradients, added in the order of the ranks."""
-        assert self._queue is not None
-        arrived = self._pushes[self._steps]
-        while missing := set(range(self.server)) - arrived.keys():
-            push, reply = self._queue.get(sorted(missing))
-            self._pushes[push.step][push.rank] = push, reply  # a fast worker's next step comes early
-        pushes = [arrived[rank][0] for rank in range(self.server)]
-        for push in pushes:
-            lacking = push.step - push.version
-            assert 0 <= lacking <= self.max_staleness, f"rank {push.rank} lacked {lacking} steps"
-            self.staleness[lacking] += 1
-        mean = functools.reduce(torch.add, [push.gradients for push in pushes]) / self.server
-        for p, gradient in unpack(mean, parameters_of(optimizer)).items():
-            p.grad = gradient
-
-    def _receive(self, optimizer: Optimizer, lacking: int = 0) -> None:
-        """Load the newest parameters that have arrived; wait while they lack more steps than that."""
-        newest = None
-        while self._pending and (len(self._pending) > lacking or self._pending[0][1].done()):
-            self._version, reply = self._pending.popleft()
-            newest = wait(reply, self.server)
-        if newest is not None:
-            copy_from(newest, parameters_of(optimizer))
-
     def _catch_up(self) -> None:
-        """Load the parameters after the last step on all ranks."""
-        for optimizer in self.optimizers:
-            self._receive(optimizer)
-            if self.update == "each" and self.server:
+        """Load the server's parameters on all ranks; collective."""
+        if self.update == "each" and self.server:
+            for optimizer in self.optimizers:
                 newest = flatten(parameters_of(optimizer))  # on the device, as NCCL sends no other
                 dist.broadcast(newest, self.server)
                 copy_from(newest, parameters_of(optimizer))
@@ -264,13 +264,19 @@ class ParamServer(RPCStrategy):
 
     def on_validation_start(self) -> None:
         """Validate the newest parameters with rank zero's buffers."""
-        super().on_validation_start()
+        self._catch_up()
         if self.server and self._trainer.state.fn == TrainerFn.FITTING:
             self._broadcast_buffers()
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the newest state; collective."""
+        self._catch_up()
+        return super().lightning_module_state_dict()
+
     def on_train_end(self) -> None:
-        """End with the newest parameters, and the counts of late gradients."""
-        super().on_train_end()
+        """End with the newest parameters and the counts of late gradients, after all ranks have their last results."""
+        self._catch_up()
+        self.barrier()  # a rank that ends sends none
         self.staleness = self.broadcast(self.staleness, self.server)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -283,3 +289,9 @@ class ParamServer(RPCStrategy):
         if not self._serves:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
+
+
+def load_gradients(packed: Tensor, parameters: list[Any]) -> None:
+    """Set the parameters' gradients to those in a packed vector."""
+    for p, gradient in unpack(packed, parameters).items():
+        p.grad = gradient

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import with_seed
-from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.specs import Recorded
 from lit_modules.nets.tokens import TokenGrid
 
 Shape = tuple[int, int, int]  # (C, H, W)
@@ -38,6 +38,7 @@ class Net(Recorded, nn.Module):
         inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
         is_trained: whether it consists of trained nets, and is not trained itself.
         is_comparable: whether its logits are of a student's classes, one by one.
+        kept_blocks: numbers of the blocks that it has of a larger net; () if it is not a part of one.
         trained_if: the option by which its weights are trained ones; "" for none.
         class_names: names of the classes of its initial weights, in order; () if these have no names, None if the
             weights, or those of the head, are new.
@@ -54,6 +55,7 @@ class Net(Recorded, nn.Module):
     inner: ClassVar[str] = ""
     is_trained: bool = False
     is_comparable: bool = True
+    kept_blocks: tuple[int, ...] = ()
     trained_if: str = ""
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})

@@ -204,14 +204,14 @@ def takes_block_options(without: Collection[str] = ()) -> Callable[[Init], Init]
 
     def decorate(init: Init) -> Init:
         signature = inspect.signature(init)
-        own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-        left_out = {*without, *(x.name for x in own), "causal"}
+        named = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+        left_out = {*without, *(x.name for x in named), "causal"}
         options = [
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
             for field in fields(BlockOptions)
             if field.name not in left_out
         ]
-        vars(init)["__signature__"] = signature.replace(parameters=[*own, *options])
+        vars(init)["__signature__"] = signature.replace(parameters=[*named, *options])
         init.__doc__ = BlockOptions.__doc__
         return init
 

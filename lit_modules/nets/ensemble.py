@@ -22,9 +22,7 @@ class Ensemble(Net):
 
     Args:
         members: one trained net or more, of the same classes; on the command line their folders, as
-            `[RUN/seed0/teacher, RUN/seed1/teacher]`, or classes with options that bring weights, as
-            `{class_path: Torchvision, init_args: {name: resnet18, weights: DEFAULT}}`; any class with a file of
-            weights beside the options, `weights: FILE`.
+            `[RUN/seed0/teacher, RUN/seed1/teacher]`.
         weights: a number above 0 for each member, of which a mean takes its share; default: equal ones.
         average: what the mean is of: probabilities, softened by the temperature of the objective, or logits.
 

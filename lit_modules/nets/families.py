@@ -290,12 +290,12 @@ def from_family(net: nn.Module, model: nn.Module, names: Names) -> dict[str, Ten
     return state
 
 
-def to_family(net: nn.Module, model: nn.Module, names: Names) -> None:
-    """Load GPT's weights into a model of this family; biases that the net does not have are zeros there."""
+def to_family(net: nn.Module, model: Any, names: Names) -> None:
+    """Load GPT's weights into a PreTrainedModel of this family; biases that the net does not have are zeros there."""
     state = {key: torch.zeros_like(x) if key.endswith(".bias") else x for key, x in model.state_dict().items()}
     for key, value in net.state_dict().items():
         paths, is_transposed = names.of(key)
         parts: Iterable[Tensor] = value.split([len(state[path]) for path in paths]) if len(paths) > 1 else [value]
         state |= {path: part.T if is_transposed else part for path, part in zip(paths, parts, strict=True)}
     model.load_state_dict(state)
-    model.tie_weights()  # type: ignore[operator]
+    model.tie_weights()

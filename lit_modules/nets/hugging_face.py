@@ -129,7 +129,7 @@ class HuggingFaceLM(Net):
             settings = transformers.AutoConfig.from_pretrained(name, **SAFE)
             change_config(settings, config or {})
             kind = transformers.AutoModelForCausalLM
-            self.model: nn.Module
+            self.model: Any  # a PreTrainedModel of transformers
             if pretrained:
                 self.model, missing = _load(kind, name, DTYPES[dtype])
                 self.tokenizer = name
@@ -141,7 +141,7 @@ class HuggingFaceLM(Net):
             if lora_rank:
                 add_adapters(self.model, lora_rank)
             if checkpointing:
-                self.model.gradient_checkpointing_enable()  # type: ignore[operator]
+                self.model.gradient_checkpointing_enable()
             with torch.no_grad():
                 texts = torch.tensor([[0, 0], [0, 1]])
                 first, second = self.model.eval()(input_ids=texts, use_cache=False).logits[:, 0]

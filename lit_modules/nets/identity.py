@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.specs import Recorded
 
 ADAPTER = ".lora_"  # in the names of weights that no file of a model has
 # Attributes and options that say where weights come from, or what inputs and logits stand for.
@@ -48,12 +48,12 @@ def hash_weights(net: nn.Module, with_adapters: bool = True) -> str:
 
 def configurations(net: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what the models of transformers in a net are configured with, by their paths, as JSON has it."""
-    found = dict[str, dict[str, Any]]()
+    configs = dict[str, dict[str, Any]]()
     for path, module in net.named_modules():
         to_dict = getattr(getattr(module, "config", None), "to_dict", None)
-        if callable(to_dict) and not _inside(path, found):
-            found[path] = json.loads(json.dumps(_settings(to_dict()), default=str, sort_keys=True))
-    return found
+        if callable(to_dict) and not _inside(path, configs):
+            configs[path] = json.loads(json.dumps(_settings(to_dict()), default=str, sort_keys=True))
+    return configs
 
 
 def _inside(path: str, models: Mapping[str, object]) -> bool:

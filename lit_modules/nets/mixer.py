@@ -78,8 +78,8 @@ class Mixer(FromTeacher):
             raise BadInput("window", window, f"null, or mixer=windowed; {mixer} has none")
         self.mixer, self.softmax_layers = mixer, softmax_layers
         self.options = {"window": window, "feature_map": feature_map, "conv": conv}
-        given: dict[str, Any] = self.options
-        BlockOptions(embed_dim=64, num_heads=1, causal=True, mixer=mixer, **given)  # or an option is refused
+        block_options: dict[str, Any] = self.options
+        BlockOptions(embed_dim=64, num_heads=1, causal=True, mixer=mixer, **block_options)  # or an option is refused
 
     def first(self, teacher: nn.Module) -> Replaced:
         layers, count = self.softmax_layers, len(_stages_of(teacher))

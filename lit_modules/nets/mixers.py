@@ -58,7 +58,7 @@ def make_mixer(options: BlockOptions, number: int) -> nn.Module:
     """Return the mixer of the block `number`, from 0; BadInput if an own one is no `TokenMixer` of this width."""
     if options.has_softmax(number):
         return _softmax(options, number)
-    return MIXERS[options.mixer](options, number) if isinstance(options.mixer, str) else _own(options)
+    return MIXERS[options.mixer](options, number) if isinstance(options.mixer, str) else _make_custom(options)
 
 
 def _softmax(o: BlockOptions, number: int) -> nn.Module:
@@ -89,21 +89,21 @@ def _windowed(o: BlockOptions, _number: int) -> nn.Module:
     window = WINDOW if o.window is None else o.window
     return WindowedLinearAttention(
         o.embed_dim, o.num_heads, window, num_kv_heads=o.num_kv_heads, head_dim=o.head_dim, position=_rotary(o),
-        bias=o.bias, scale=o.scale, **_given(feature_map=o.feature_map),
+        bias=o.bias, scale=o.scale, **_without_none(feature_map=o.feature_map),
     )  # fmt: skip
 
 
 def _linear(o: BlockOptions, _number: int) -> nn.Module:
-    given = _given(conv=o.conv, feature_map=o.feature_map)
-    return LinearAttention(o.embed_dim, o.num_heads, bias=o.bias, causal=o.causal, **given)
+    options = _without_none(conv=o.conv, feature_map=o.feature_map)
+    return LinearAttention(o.embed_dim, o.num_heads, bias=o.bias, causal=o.causal, **options)
 
 
 def _gated(o: BlockOptions, _number: int) -> nn.Module:
-    return GatedLinearAttention(o.embed_dim, o.num_heads, bias=o.bias, **_given(conv=o.conv))
+    return GatedLinearAttention(o.embed_dim, o.num_heads, bias=o.bias, **_without_none(conv=o.conv))
 
 
 def _delta(o: BlockOptions, _number: int) -> nn.Module:
-    return DeltaAttention(o.embed_dim, o.num_heads, bias=o.bias, **_given(conv=o.conv))
+    return DeltaAttention(o.embed_dim, o.num_heads, bias=o.bias, **_without_none(conv=o.conv))
 
 
 MIXERS: dict[str, Callable[[BlockOptions, int], nn.Module]] = {
@@ -117,7 +117,7 @@ MIXERS: dict[str, Callable[[BlockOptions, int], nn.Module]] = {
 }
 
 
-def _own(o: BlockOptions) -> nn.Module:
+def _make_custom(o: BlockOptions) -> nn.Module:
     assert callable(o.mixer)
     mixer = o.mixer(o.embed_dim, o.num_heads)
     if not isinstance(mixer, nn.Module) or getattr(mixer, "embed_dim", None) != o.embed_dim:
@@ -126,7 +126,7 @@ def _own(o: BlockOptions) -> nn.Module:
     return mixer
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     """Return the options that are not None: others are left to the defaults of a mixer."""
     return {name: value for name, value in options.items() if value is not None}
 

@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
     logits: Tensor
     features: dict[str, Tensor]
     # Features that parts of objectives made for themselves, by (student, path), or (student, part of a sum, path).
-    own: Mapping[tuple[str, ...], Tensor] = {}
+    condensed: Mapping[tuple[str, ...], Tensor] = {}
     # () where there is nothing of the kind: None would be a leaf of a tree of tensors.
     hidden: HeadInputs | tuple[()] = ()
     top_k: TopTokens | tuple[()] = ()
@@ -56,19 +56,19 @@ class Outputs(NamedTuple):
         return Outputs(
             function(self.logits),
             {path: function(x) for path, x in self.features.items()},
-            {path: function(x) for path, x in self.own.items()},
+            {path: function(x) for path, x in self.condensed.items()},
             self.hidden and self.hidden._replace(inputs=function(self.hidden.inputs)),
             self.top_k and self.top_k.map(function),
         )
 
     def tensors(self) -> list[Tensor]:
         """Return the logits and all features."""
-        return [self.logits, *self.features.values(), *self.own.values()]
+        return [self.logits, *self.features.values(), *self.condensed.values()]
 
     def named(self) -> dict[str, Tensor]:
         """Return logits and features by names for a file."""
-        own = {f"own {json.dumps(path)}": x for path, x in self.own.items()}
-        return {"logits": self.logits, **{f"feature {path}": x for path, x in self.features.items()}, **own}
+        condensed = {f"own {json.dumps(path)}": x for path, x in self.condensed.items()}
+        return {"logits": self.logits, **{f"feature {path}": x for path, x in self.features.items()}, **condensed}
 
     def widen(self) -> "Outputs":
         """Cast 16-bit types to float32."""

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from apprentice.contract import Joined
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.positions import Alibi, Rotary
 from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.attention.softmax import SelfAttention
-from lit_modules.nets.base import evaluating
+from lit_modules.nets.base import Net, evaluating
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.layers import INPUT, resolve, run
@@ -98,7 +99,7 @@ def find_projections(net: nn.Module, name: str, option: str) -> Projections:
         heads: Any = getattr(parts["attn"], "num_heads", 1)
         projections = Projections((f"{path}.{joined}",), heads, causal=False)
     elif joined:
-        heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+        heads = int(net.model.config.num_attention_heads)
         projections = Projections((f"{path}.{joined}",), heads)
     else:
         projections = _of_llama(net, path, {*parts})
@@ -107,17 +108,17 @@ def find_projections(net: nn.Module, name: str, option: str) -> Projections:
     return projections
 
 
-def _of_llama(net: nn.Module, path: str, parts: set[str]) -> Projections:
+def _of_llama(net: HuggingFaceLM, path: str, parts: set[str]) -> Projections:
     normed = [key.replace("proj", "norm") for key in APART]
     paths = [norm if norm in parts else key for norm, key in zip(normed, APART, strict=True)]
-    heads = int(net.model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+    heads = int(net.model.config.num_attention_heads)
     projections = Projections(tuple(f"{path}.{key}" for key in paths), heads)
     if isinstance(scaling := getattr(net.get_submodule(f"{path}.self_attn"), "scaling", None), float):
         projections = projections._replace(scale=scaling)
-    rotary = next((m for m in net.modules() if hasattr(m, "inv_freq")), None)
+    rotary: Any = next((m for m in net.modules() if hasattr(m, "inv_freq")), None)
     if rotary is None:
         return projections
-    frequencies = tuple(rotary.inv_freq.double().tolist())  # type: ignore[operator]
+    frequencies = tuple(rotary.inv_freq.double().tolist())
     return projections._replace(frequencies=frequencies, magnitude=float(getattr(rotary, "attention_scaling", 1.0)))
 
 
@@ -131,23 +132,24 @@ def _of_ours(attention: SelfAttention | None, path: str, block: tuple[str, str])
     }  # fmt: skip
     if others := [name for name, value in forms.items() if value is not None]:
         raise BadInput(*block, f"{KINDS}, without {', '.join(others)}")
-    rows, heads = attention.qkv.joined[0], attention.num_heads  # type: ignore[index]
+    rows, heads = cast("Joined", attention.qkv).joined[0], attention.num_heads
     scale, causal = attention.form.scale, attention.causal
-    projections = Projections((f"{path}.attention.qkv",), heads, scale, rows=rows, causal=causal)  # type: ignore[arg-type]
+    projections = Projections((f"{path}.attention.qkv",), heads, scale, rows=rows, causal=causal)
     if not isinstance(rotary := attention.position, Rotary):
         return projections
     frequencies = tuple(rotary.frequencies(attention.head_dim).tolist())
     return projections._replace(frequencies=frequencies, magnitude=rotary.magnitude)
 
 
-def _is_right(net: nn.Module, projections: Projections, read: str) -> bool:
+def _is_right(net: Net, projections: Projections, read: str) -> bool:
     """Return whether attention by these projections is what the net's layer `read` gets."""
     first = next(net.parameters())
     if projections.causal:
         example = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device=first.device)
     else:
-        shape: Any = net.init_args["input_shape"]  # type: ignore[index]
-        example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
+        example = torch.rand(2, *net.init_args["input_shape"], generator=torch.Generator().manual_seed(0)).to(
+            first.device
+        )
     with evaluating(net):
         features = run(net, example, {*projections.paths, read}).features
         try:

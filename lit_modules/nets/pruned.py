@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
-from lit_modules.nets.base import evaluating
+from lit_modules.nets.base import Net, evaluating
 from lit_modules.nets.from_teacher import FromTeacher, Say
 from lit_modules.nets.generation import ROUNDINGS
 from lit_modules.nets.gpt import GPT
@@ -183,7 +183,7 @@ def _make(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
         expected = "blocks of the kinds that a GPT of these options has at their new places"
         raise BadInput("layers", kept.blocks, expected)
     net.load_state_dict(state)
-    net.kept_blocks = tuple(kept.blocks)  # type: ignore[assignment]
+    net.kept_blocks = tuple(kept.blocks)
     return net
 
 
@@ -193,7 +193,7 @@ def _computes_as(net: nn.Module, teacher: nn.Module, kept: Sequence[int]) -> boo
     config = teacher.model.config if isinstance(teacher, HuggingFaceLM) else None
     settings = {} if config is None else _settings_of_blocks(config, kept)
     before = {name: getattr(config, name) for name in settings}
-    tokens = torch.arange(TRIED)[None] % int(teacher.init_args["vocab_size"])  # type: ignore[index]
+    tokens = torch.arange(TRIED)[None] % int(cast("Net", teacher).init_args["vocab_size"])
     try:
         for name, value in settings.items():  # the model reads some of them, too
             setattr(config, name, value)
@@ -267,9 +267,9 @@ def _mlp_output(block: nn.Module) -> str:
     raise BadInput("mlp", type(block).__name__, "a teacher whose blocks have the MLP of Llama or GPT-2")
 
 
-def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
+def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> Net:
     """Return a net of the teacher's class with fewer parts, and new weights."""
-    arguments: dict[str, Any] = {**teacher.init_args}  # type: ignore[dict-item]
+    arguments = cast("Net", teacher).init_args
     if isinstance(teacher, GPT):
         softmax = [place for place, block in enumerate(kept.blocks) if block in (arguments["softmax_layers"] or ())]
         changed = {"num_layers": len(kept.blocks), "softmax_layers": softmax or None}

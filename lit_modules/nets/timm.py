@@ -86,10 +86,10 @@ def _token_grid(model: nn.Module) -> TokenGrid | None:
     return TokenGrid(rows, columns, before, channels_last) if rows or channels_last else None
 
 
-def _class_names(data: Any, model: nn.Module) -> tuple[str, ...]:
+def _class_names(data: Any, model: Any) -> tuple[str, ...]:
     """Return WordNet's numbers and names of the ImageNet classes that the weights know; () if they know others."""
     subset = data.infer_imagenet_subset(model)
     if subset is None:
-        return tuple(model.pretrained_cfg.get("label_names") or ())  # type: ignore[union-attr, operator]
+        return tuple(model.pretrained_cfg.get("label_names") or ())
     info = data.ImageNetInfo(subset)
     return tuple(map(", ".join, zip(info.label_names(), info.label_descriptions(), strict=True)))

@@ -1,7 +1,7 @@
 """The transformer block of GPT and ViT."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -91,11 +91,8 @@ class Transformer(Net):
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """How ranks share the blocks, by the paths of layers."""
-        plans: dict[int, Any] = {
-            number: block.parallel_layers()  # type: ignore[operator]
-            for number, block in enumerate(self.blocks)
-        }
-        return {f"blocks.{number}.{path}": style for number, plan in plans.items() for path, style in plan.items()}
+        plans = [block.parallel_layers() for block in cast("Iterable[Block]", self.blocks)]
+        return {f"blocks.{number}.{path}": style for number, plan in enumerate(plans) for path, style in plan.items()}
 
     def check_pipeline(self) -> None:
         """Raise BadInput if experts' loads are to be balanced, by a loss of routers in all stages of a pipeline."""

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from apprentice.errors import BadInput
 from apprentice.private import tree_leaves
 from apprentice.weights import check_weights, list_keys, read_saved
 from lit_modules.nets.base import Net
-from lit_modules.nets.published import fits, identify_published, rename_published
+from lit_modules.nets.published_names import fits, identify_published, rename_published
 
 SETS = ("state_dict", "model_state_dict", "model", "net")  # keys of weights in a checkpoint
 # Keys of their moving averages.
@@ -139,8 +139,8 @@ def full_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def load_checked(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load weights, marked as of the layers' current versions, on which some of torchvision's layers insist."""
-    state: Any = OrderedDict(weights)
-    state._metadata = net.state_dict()._metadata  # type: ignore[attr-defined]
+    state, current = cast("tuple[Any, Any]", (OrderedDict(weights), net.state_dict()))
+    state._metadata = current._metadata
     net.load_state_dict(state)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.dist import DIST
     from lit_modules.objectives.dkd import DKD
     from lit_modules.objectives.dml import DML
+    from lit_modules.objectives.embedding_match import EmbeddingMatch
     from lit_modules.objectives.embeddings import EmbeddingObjective
     from lit_modules.objectives.fitnet import FitNet
     from lit_modules.objectives.gkd import GKD
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.rkd import RKD
     from lit_modules.objectives.rld import RLD
     from lit_modules.objectives.sequence_level import SequenceLevel
+    from lit_modules.objectives.similarity_kl import SimilarityKL
     from lit_modules.objectives.simkd import SimKD
     from lit_modules.objectives.skew_kl import SkewKL
     from lit_modules.objectives.sp import SP
@@ -47,9 +49,11 @@ if TYPE_CHECKING:
     from lit_modules.objectives.sum import Sum
     from lit_modules.objectives.text_objective import TextObjective
     from lit_modules.objectives.tf_kd import TfKD
+    from lit_modules.objectives.token_match import TokenMatch, TokenSimilarity
     from lit_modules.objectives.total_variation import TotalVariation
     from lit_modules.objectives.ttm import TTM
     from lit_modules.objectives.uld import ULD
+    from lit_modules.objectives.untrained import Untrained
     from lit_modules.objectives.vid import VID
 
 MODULES = {
@@ -68,6 +72,7 @@ MODULES = {
     "DIST": "dist",
     "DKD": "dkd",
     "DML": "dml",
+    "EmbeddingMatch": "embedding_match",
     "EmbeddingObjective": "embeddings",
     "FitNet": "fitnet",
     "GKD": "gkd",
@@ -88,6 +93,7 @@ MODULES = {
     "RKD": "rkd",
     "RLD": "rld",
     "SequenceLevel": "sequence_level",
+    "SimilarityKL": "similarity_kl",
     "SimKD": "simkd",
     "SkewKL": "skew_kl",
     "SP": "sp",
@@ -95,9 +101,12 @@ MODULES = {
     "Sum": "sum",
     "TextObjective": "text_objective",
     "TfKD": "tf_kd",
+    "TokenMatch": "token_match",
+    "TokenSimilarity": "token_match",
     "TotalVariation": "total_variation",
     "TTM": "ttm",
     "ULD": "uld",
+    "Untrained": "untrained",
     "VID": "vid",
 }
 

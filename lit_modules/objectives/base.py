@@ -15,7 +15,7 @@ from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.ensemble import MEMBERS, SHARES
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.specs import Recorded
 from lit_modules.nets.tokens import TokenGrid, as_maps, token_grid
 from lit_modules.objectives.context import NO_STEP, StepContext, takes_context
 from lit_modules.objectives.search import Space, space
@@ -45,6 +45,8 @@ class Objective(Recorded, nn.Module, ABC):
 
     Attributes:
         uses_teacher: whether it needs the teacher's outputs.
+        learns: whether it trains the student, which else stops before the first batch.
+        compares: kinds of outputs that it can learn from: see `Task.outputs`.
         student_layers: layers whose outputs it reads from `student.features`, by the options that name them; see
             `lit_modules.nets.layer` for names that every net of the suite has.
         teacher_layers: the same for the teacher.
@@ -59,6 +61,8 @@ class Objective(Recorded, nn.Module, ABC):
     """
 
     uses_teacher: bool = True
+    learns: bool = True
+    compares: frozenset[str] = frozenset({"classes"})
     student_layers: Mapping[str, str] = MappingProxyType({})
     teacher_layers: Mapping[str, str] = MappingProxyType({})
     needs: str = ""
@@ -113,7 +117,8 @@ class Objective(Recorded, nn.Module, ABC):
     ) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
         with torch.autocast(labels.device.type, enabled=False):
-            return self.call_forward(student.widen(), teacher and teacher.widen(), labels, context)
+            terms = self.call_forward(student.widen(), teacher and teacher.widen(), labels, context)
+        return terms if context.has_labels else {name: term for name, term in terms.items() if not term.is_ce}
 
     def call_forward(
         self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext
@@ -186,22 +191,22 @@ def check_map(option: str, path: str, x: Tensor, grid: TokenGrid | None = None) 
 
 def merge_views(raw: Outputs, views: Mapping[str, Outputs]) -> Outputs:
     """Merge the features of several parts' views of outputs: raw ones once, and the parts' own."""
-    features, own = dict[str, Tensor](), dict[tuple[str, ...], Tensor]()
+    features, condensed = dict[str, Tensor](), dict[tuple[str, ...], Tensor]()
     for part, view in views.items():
         for path, x in view.features.items():
             if x is raw.features.get(path):
                 features[path] = x
             else:
-                own[part, path] = x
-        own |= {(part, *path): x for path, x in view.own.items()}
-    return raw._replace(features=features, own=own)
+                condensed[part, path] = x
+        condensed |= {(part, *path): x for path, x in view.condensed.items()}
+    return raw._replace(features=features, condensed=condensed)
 
 
 def select_view(part: str, outputs: Outputs) -> Outputs:
     """Return the outputs as one part sees them: raw features, and its own by their paths."""
-    of_part = {path[1:]: x for path, x in outputs.own.items() if path[0] == part}
+    of_part = {path[1:]: x for path, x in outputs.condensed.items() if path[0] == part}
     features = outputs.features | {path[0]: x for path, x in of_part.items() if len(path) == 1}
-    return outputs._replace(features=features, own={path: x for path, x in of_part.items() if len(path) > 1})
+    return outputs._replace(features=features, condensed={path: x for path, x in of_part.items() if len(path) > 1})
 
 
 def condense_teacher(raw: Outputs, objectives: Mapping[str, Objective]) -> Outputs:

@@ -2,27 +2,29 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from lit_modules.nets.outputs import Outputs
 
 
-class StepContext(NamedTuple):
+@dataclass(frozen=True)
+class StepContext:
     """The point in training at which an objective is called, and the rows that it gets."""
 
     step: int = 0  # batches that training has completed
     epoch: float = 0.0  # the same in epochs, with fractions
     progress: float = 0.0  # the same as a fraction of the whole training, which a run that grows by epochs changes
-    index: Tensor | None = None  # type: ignore[assignment]  # (b,) int64, the samples' places in their set
+    index: Tensor | None = None  # (b,) int64, the samples' places in their set
     rows: Tensor | None = None  # (b,) int64, the samples' rows in the global batch
-    count: int = 0  # type: ignore[assignment]  # rows in the global batch
+    count: int = 0  # rows in the global batch
     samples: int | None = None  # in the training set, if `index` is known; also in `build`
-    peers: Mapping[str, Outputs] = MappingProxyType({})  # outputs of `peers`, without gradients; never written to
+    peers: Mapping[str, Outputs] = field(default_factory=dict)  # outputs of `peers`, without gradients
     counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
+    has_labels: bool = True  # whether the task has labels; without, terms of cross-entropies are left out
     is_written: bool = False  # whether the texts are the student's own: their labels teach nothing
 
 

@@ -48,6 +48,7 @@ class CRD(EmbeddingObjective):
         BadInput: in `build`, batches do not name their samples, or logits are not (b, classes).
     """
 
+    compares = frozenset({"classes"})
     search = space(crd_weight=Log(0.05, 5), temperature=Log(0.03, 0.3))
     fewest_related = 1  # rows are related to the banks
     needs_labels = True

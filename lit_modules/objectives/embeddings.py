@@ -14,6 +14,7 @@ class EmbeddingObjective(FeatureObjective):
         teacher_layer: path of the teacher's layer, flattened.
     """
 
+    compares = frozenset({"classes", "embeddings"})
     relates_rows = True
     fewest_related = 2
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
+from lit_modules.nets.base import Net
 from lit_modules.nets.tokens import as_maps, token_grid
 from lit_modules.objectives.base import Grids, Objective, Outputs, check_map, widen
 
@@ -134,7 +135,7 @@ def match_blocks(student: nn.Module, ours: int, theirs: int) -> list[int]:
     A student that keeps some of the teacher's blocks (`Pruned`) learns from what the next one that it keeps reads in
     the teacher. Any other's block m of M learns from block m N / M of N.
     """
-    kept = getattr(student, "kept_blocks", ())
+    kept = student.kept_blocks if isinstance(student, Net) else ()
     return [*kept[1:], theirs] if kept else [(m + 1) * theirs // ours for m in range(ours)]
 
 

@@ -35,6 +35,7 @@ class Sum(TextObjective):
                 "objectives", type(writers[0]).__name__, "parts with on_policy 0: a sum has the data's texts"
             )
         self.objectives = nn.ModuleList(objectives)
+        self.compares = frozenset.intersection(*(o.compares for o in objectives))
         self.uses_teacher = any(o.uses_teacher for o in objectives)
         self._name_layers()
         self.relates_rows = any(o.relates_rows for o in objectives)
@@ -121,7 +122,8 @@ class Sum(TextObjective):
 def _add(outputs: Outputs, views: Mapping[str, Outputs]) -> Outputs:
     """Return outputs with the features that parts have in their views."""
     merged = merge_views(outputs, views)
-    return outputs._replace(features=outputs.features | merged.features, own={**outputs.own, **merged.own})
+    condensed = {**outputs.condensed, **merged.condensed}
+    return outputs._replace(features=outputs.features | merged.features, condensed=condensed)
 
 
 def _prefix_layers(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:

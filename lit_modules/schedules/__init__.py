@@ -67,8 +67,8 @@ class CosineWarmup(LRScheduler):
             raise BadInput("start_factor", start_factor, "a factor of the rate, above 0 and at most 1")
         if warmup_epochs and warmup_steps:
             raise BadInput("warmup_steps", warmup_steps, "either this or warmup_epochs")
-        given = {"warmup_epochs": warmup_epochs, "warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio}
-        option, value = next(((name, value) for name, value in given.items() if value), ("warmup_steps", 0))
+        warmups = {"warmup_epochs": warmup_epochs, "warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio}
+        option, value = next(((name, value) for name, value in warmups.items() if value), ("warmup_steps", 0))
         lengths = {"warmup_epochs": steps_per_epoch or 0, "warmup_ratio": total_steps, "warmup_steps": 1}
         self.total_steps, self.warmup = total_steps, round(value * lengths[option])
         if not 0 <= self.warmup < total_steps:
@@ -155,10 +155,10 @@ def _fill(make: MakeScheduler, length: Length) -> MakeScheduler:
             needed["steps_per_epoch"] = length.steps_per_epoch
         filled = {name: value for name, value in needed.items() if options.get(name) is None}
     elif issubclass(target, OneCycleLR) and options.get("total_steps") is None:
-        epochs, each = options.get("epochs"), options.get("steps_per_epoch")
+        epochs, steps_per_epoch = options.get("epochs"), options.get("steps_per_epoch")
         if epochs is None:
             filled = {"total_steps": length.steps}
-        elif each is None:
+        elif steps_per_epoch is None:
             filled = {"steps_per_epoch": length.steps_per_epoch}
     if not filled:
         return make

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
-from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.specs import Recorded
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.scores import Scores
 
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
+CLASSES, EMBEDDINGS = "classes", "embeddings"  # kinds of outputs
 TEXTS = "texts"  # name of the texts in each row, where a row may have several
 COUNTS = {LABELLED, TOKENS, TEXTS}
 EMA = "ema_"  # how names of scores of averaged weights begin
@@ -41,6 +42,7 @@ class Metric:
     limits: tuple[float, float]  # the least and the greatest possible value, in its unit
     of_samples: str | None = None  # key of the values of single samples, if their mean is the metric
     drawn: str = ""  # what these are values of, if not of what is counted
+    baseline: str = "ce"  # the student to which others are compared
     beside: tuple[str, ...] = ()  # keys of other figures that a table shows, as that of the agreement with a teacher
 
     @property
@@ -106,11 +108,19 @@ class Task(Recorded):
         metric: what nets are judged by.
         weight: of the values of a single sample, the one that is its weight in means over samples; "" for equal ones.
         parts: import path of the parts with which a loop trains on such samples: see `lit_modules.training.parts`.
+        outputs: what nets give, which objectives can compare or not.
+        net: import path of the class that holds a chosen net, whose outputs it turns into these; "" for none.
+        fidelity: how a net follows its teacher, for each sample, of `FIDELITY`.
+        beside_teacher: whether a validation, too, needs the teacher's outputs.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
     weight: ClassVar[str] = ""
     parts: ClassVar[str] = "lit_modules.training.parts.Parts"
+    outputs: ClassVar[str] = CLASSES
+    net: ClassVar[str] = ""
+    fidelity: ClassVar[tuple[str, ...]] = FIDELITY
+    beside_teacher: ClassVar[bool] = False
     metric: Metric
 
     @classmethod

@@ -11,11 +11,11 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from apprentice.batch import HIDDEN, IGNORED
 from apprentice.errors import BadInput
-from lit_modules.nets.recorded import rebuild
+from lit_modules.nets.specs import rebuild
 from lit_modules.objectives.base import cross_entropy, widen
 from lit_modules.tasks.base import Metric, Range, Task, check_classes
 from lit_modules.tasks.own_metric import Gathered, OwnMetric
-from lit_modules.tasks.scores import ExactMean, Scores, TokenValues
+from lit_modules.tasks.scores import ExactMean, Scored, Scores
 
 TOP = 5
 BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
@@ -128,7 +128,7 @@ class ClassScores(Scores):
         if metric == "top5":
             self.hits = ExactMean()
 
-    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+    def update(self, logits: Scored, labels: Tensor) -> None:
         assert isinstance(logits, Tensor)
         self.confusion.update(logits, labels)
         self.loss.update(cross_entropy(logits, labels))
@@ -157,7 +157,7 @@ class ClassScores(Scores):
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         return {"acc": logits.detach().argmax(1) == labels}
 
-    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Scored, labels: Tensor) -> dict[str, Tensor]:
         assert isinstance(logits, Tensor)
         predicted, confidence = logits.argmax(1), widen(logits).softmax(1).amax(1)
         return {"right": predicted == labels, "predicted": predicted, "confidence": confidence, "label": labels}

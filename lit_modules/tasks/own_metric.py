@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice.errors import BadInput, reason
-from lit_modules.nets.recorded import Recorded
+from lit_modules.nets.specs import Recorded
 from lit_modules.objectives.base import widen
 from lit_modules.tasks.base import EMA, FIDELITY, Metric
 
@@ -80,8 +80,8 @@ class OwnMetric(Recorded):
             expected = f"a metric of logits (n, {num_classes}) and labels (n,); it says: {reason(error)}"
             raise BadInput("metric", self.path, expected) from error
         if value.numel() != 1 or value.dim() or not math.isfinite(value):
-            found = f"shape {tuple(value.shape)}" if value.dim() else float(value)
-            raise BadInput("metric", self.path, f"a metric that gives one finite number; {name} gives {found}")
+            got = f"shape {tuple(value.shape)}" if value.dim() else float(value)
+            raise BadInput("metric", self.path, f"a metric that gives one finite number; {name} gives {got}")
 
     def describe(self) -> Metric:
         return describe_own(self.path.rpartition(".")[2], self.higher_is_better is not False)

@@ -57,6 +57,16 @@ class TokenValues(NamedTuple):
     beside: Mapping[str, Tensor]  # beside a teacher those of `compare_logits`, else none
 
 
+class Embeddings(NamedTuple):
+    """In place of logits: embeddings of the same samples."""
+
+    student: Tensor  # (b, D_s)
+    teacher: Tensor  # (b, D_t)
+
+
+Scored = Tensor | TokenValues | Embeddings  # logits, or what stands for them
+
+
 class Scores(nn.Module):
     """The scores of one run."""
 
@@ -66,7 +76,7 @@ class Scores(nn.Module):
     index: Tensor | None = None  # places (b,) in the set of the samples that `update` gets, if they are known
     part: str = TEST  # of the data that is scored
 
-    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+    def update(self, logits: Scored, labels: Tensor) -> None:
         """Add b samples: logits (b, ..., classes), labels (b, ...)."""
         raise NotImplementedError
 
@@ -83,8 +93,12 @@ class Scores(nn.Module):
         """Values (b, ...) by name in `trained`, whose means are logged; `ce` are cross-entropies, if known already."""
         raise NotImplementedError
 
-    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Scored, labels: Tensor) -> dict[str, Tensor]:
         """Values (b,) by name in `sampled` of logits (b, ..., classes) and labels (b, ...)."""
+        return {}
+
+    def of_all_samples(self) -> dict[str, Tensor]:
+        """Values (n,) of single samples that need all others, over all ranks, and their `place`."""
         return {}
 
     def confusion_matrix(self) -> Tensor | None:
@@ -114,7 +128,8 @@ class PerSample(Metric):
     def update(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
         """Add b samples: their places (b,) and, for each name, values (b,)."""
         self.index.append(index)
-        self.value.append(torch.stack([values[name].detach().double() for name in self.names], 1))
+        columns = [values[name].detach().double() for name in self.names]
+        self.value.append(torch.stack(columns, 1) if columns else self.value[0].new_zeros(len(index), 0))
 
     def compute(self) -> dict[str, Tensor]:
         """The values (n,) float64 of all ranks, and `place`; nothing where a loader numbers no samples.
@@ -135,7 +150,7 @@ def compare_logits(logits: Tensor, teacher: Tensor) -> dict[str, Tensor]:
     return {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
 
 
-def fidelity(logits: Tensor | TokenValues, teacher: Tensor | None, labels: Tensor) -> dict[str, Tensor]:
+def fidelity(logits: Scored, teacher: Tensor | None, labels: Tensor) -> dict[str, Tensor]:
     """How a net follows its teacher, (b,) each: KL(teacher || net) in nats, and whether both predict the same class.
 
     Logits (b, ..., classes). Of texts they are means over the tokens that have a label. Nothing without a teacher.
@@ -144,7 +159,7 @@ def fidelity(logits: Tensor | TokenValues, teacher: Tensor | None, labels: Tenso
     if isinstance(logits, TokenValues):
         values = dict(logits.beside)
     else:
-        values = {} if teacher is None else compare_logits(logits, teacher)
+        values = compare_logits(logits, teacher) if isinstance(logits, Tensor) and teacher is not None else {}
     if labels.ndim == 1:
         return values
     known = label_mask(labels)

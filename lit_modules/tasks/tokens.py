@@ -14,7 +14,7 @@ from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.base import TEXTS, TOKENS, Metric, Range, Task, check_classes
-from lit_modules.tasks.scores import PARTS, TEST, TRAIN, ByPart, ExactMean, Scores, TokenValues
+from lit_modules.tasks.scores import PARTS, TEST, TRAIN, ByPart, ExactMean, Scored, Scores, TokenValues
 
 OF_PARTS = "test_loss_window", "test_loss_linear"  # where attention has two parts, of one alone
 BITS = Metric(
@@ -129,7 +129,7 @@ class TokenScores(Scores):
         self.names, self.trained, self.sampled = ("loss", name, "perplexity"), (name,), (name, "tokens")
         self.loss = ExactMean()
 
-    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+    def update(self, logits: Scored, labels: Tensor) -> None:
         self.loss.update(_losses(logits, labels)[label_mask(labels)])
 
     def compute(self) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class TokenScores(Scores):
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         return {self.name: (cross_entropy(logits, labels) if ce is None else ce).detach() * self.bits[TRAIN]}
 
-    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Scored, labels: Tensor) -> dict[str, Tensor]:
         """Bits per character, a mean over the tokens that count, and their number."""
         tokens = label_mask(labels).sum(1)
         bits = (_losses(logits, labels) * self.bits[TEST]).where(label_mask(labels), 0.0)
@@ -155,7 +155,7 @@ class AnswerScores(Scores):
         super().__init__()
         self.right, self.loss = ExactMean(), ExactMean()
 
-    def update(self, logits: Tensor | TokenValues, labels: Tensor) -> None:
+    def update(self, logits: Scored, labels: Tensor) -> None:
         known = label_mask(labels)
         self.right.update(self.per_label(_whole(logits), labels)["answers"][known])
         self.loss.update(_losses(logits, labels)[known])
@@ -166,7 +166,7 @@ class AnswerScores(Scores):
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         return {"answers": (logits.argmax(-1) == labels).float()}
 
-    def of_sample(self, logits: Tensor | TokenValues, labels: Tensor) -> dict[str, Tensor]:
+    def of_sample(self, logits: Scored, labels: Tensor) -> dict[str, Tensor]:
         """The share of right answers, and the number of tokens that count."""
         known = label_mask(labels)
         right = (self.per_label(_whole(logits), labels)["answers"] * known).sum(1)
@@ -177,10 +177,10 @@ def _by_part(value: ByPart) -> Mapping[str, float]:
     return value if isinstance(value, Mapping) else dict.fromkeys(PARTS, value)
 
 
-def _whole(logits: Tensor | TokenValues) -> Tensor:
+def _whole(logits: Scored) -> Tensor:
     assert isinstance(logits, Tensor), "Tokens.has_chunks says that these scores need logits"
     return logits
 
 
-def _losses(logits: Tensor | TokenValues, labels: Tensor) -> Tensor:
-    return logits.ce if isinstance(logits, TokenValues) else cross_entropy(logits, labels).detach()
+def _losses(logits: Scored, labels: Tensor) -> Tensor:
+    return logits.ce if isinstance(logits, TokenValues) else cross_entropy(_whole(logits), labels).detach()

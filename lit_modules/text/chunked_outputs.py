@@ -15,12 +15,12 @@ from lit_modules.nets.token_head import TokenHead, find_token_head, has_local_we
 from lit_modules.objectives.base import Objective, condense_teacher
 from lit_modules.objectives.context import StepContext
 from lit_modules.objectives.text_objective import of_texts
+from lit_modules.tasks.scores import Scored
 from lit_modules.text.packed_texts import check_packed
 from lit_modules.text.token_losses import chunk_losses
 from lit_modules.text.token_scores import measure_tokens
-from lit_modules.training.predictions import Predictions, Scored
 from lit_modules.training.student import Losses, Student
-from lit_modules.training.whole_outputs import Purpose, WholeOutputs
+from lit_modules.training.whole_outputs import Predictions, Purpose, WholeOutputs
 
 CHUNK = 128  # tokens whose logits are held at once
 LARGE = 4096  # tokens of a vocabulary from which on losses are computed in chunks

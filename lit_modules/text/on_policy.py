@@ -22,23 +22,23 @@ from lit_modules.objectives.text_objective import TextObjective, of_texts
 from lit_modules.tasks.base import BatchSize
 from lit_modules.text.generations import Generations, Settings, prompt_lengths
 from lit_modules.text.packed_texts import check_packed
-from lit_modules.text.written_ahead import (
+from lit_modules.text.response_windows import (
     Window,
-    Written,
+    WindowResponses,
     batch_in_epoch,
     batches_of_step,
     responses_of_rows,
     step_keys,
     write_ahead,
 )
-from lit_modules.text.written_texts import SIZES, build_batch, cut_outputs, cut_texts, normalize_by_tokens, text_sizes
+from lit_modules.text.text_batches import SIZES, build_batch, cut_outputs, cut_texts, normalize_by_tokens, text_sizes
 from lit_modules.training.extras import Extra, MoreLosses
 from lit_modules.training.student import Student
 
 if TYPE_CHECKING:
     from lit_modules.distillation import Distillation
 
-Texts = dict[str, Batch]  # by student
+BatchesByStudent = dict[str, Batch]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class OnPolicyTexts(Extra["Distillation"]):
         self.objectives = {name: of_texts(student.objective) for name, student in students.items()}
         self.end_tokens, self.seed, self.tell = tuple(end_tokens), seed, tell
         self.learned_texts = dict[str, Sequence[int]]()
-        self.written_ahead: dict[str, Written] = {}  # by students that write for several steps at once
+        self.written_ahead: dict[str, WindowResponses] = {}  # by students that write for several steps at once
         self.tokens: dict[str, int] = {}  # of the global batch, by student; by "" the data's
-        self._texts: dict[int, Texts] = {}  # of the rows of a batch, by the first of them
+        self._texts: dict[int, BatchesByStudent] = {}  # of the rows of a batch, by the first of them
         self._sizes: dict[str, Sequence[int]] = {}  # of the texts of the global batch, by student: see `text_sizes`
         self._rows = 0  # in the global batch
         self._counts: list[Tensor] = []
@@ -192,8 +192,7 @@ class OnPolicyTexts(Extra["Distillation"]):
         if (objective := self.objectives[name]).teacher_writes:
             texts = self._generations_of(objective).take(batch)
             return cut_texts(texts, prompts, getattr(self.students[name].net, "block_size", None))
-        samples = batch.index if batch.draws is None else batch.draws
-        return self._generate(name, batch, prompts, row_keys(samples, self.seed, *step_keys(loop)))
+        return self._generate(name, batch, prompts, row_keys(batch.index, self.seed, *step_keys(loop)))
 
     def _generate(self, name: str, batch: Batch, prompts: Tensor, keys: Tensor) -> Generated:
         student, objective = self.students[name], self.objectives[name]
@@ -205,7 +204,7 @@ class OnPolicyTexts(Extra["Distillation"]):
         longest = getattr(self.teacher, "block_size", None)
         return cut_texts(texts, prompts, longest if student.objective.uses_teacher else None)
 
-    def generated_batches(self, loop: "Distillation", batch: Batch) -> Texts:
+    def generated_batches(self, loop: "Distillation", batch: Batch) -> BatchesByStudent:
         """Return the texts that students have written for these rows, with the denominator of the global batch."""
         if not self.runs_elsewhere(loop):
             return {}
@@ -232,7 +231,7 @@ class OnPolicyTexts(Extra["Distillation"]):
         of_student = {what: x for what, x in values.items() if what.startswith(f"{name}/")}
         return MoreLosses(part * self._share(loop, name), of_student)
 
-    def _score(self, loop: "Distillation", texts: Texts) -> dict[str, Outputs]:
+    def _score(self, loop: "Distillation", texts: BatchesByStudent) -> dict[str, Outputs]:
         """Return the teacher's outputs for texts of students, by one pass; shard by shard, by one for each.
 
         Under `exact` the bits of a student must not depend on its company.

@@ -6,7 +6,9 @@ computed twice, and of float32 numbers (tokens, V) there are those of a chunk al
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +88,7 @@ class _Terms:
         student, labels, rows = self.students[i], self.tokens.labels[part], self.tokens.rows[part]
         objective: Objective = student.objective
         index, numbers = self.batch.index[rows], self.batch.rows[rows]
-        context = self.context._replace(index=index, rows=numbers, peers={}, counted=None)
+        context = replace(self.context, index=index, rows=numbers, peers={}, counted=None)
         source = teacher.match_dtype(student.net) if teacher is not None and objective.uses_teacher else None
         terms = objective.terms(Outputs(logits, {}), source, labels, context)
         loss = logits.new_zeros(len(labels), dtype=torch.float32 if logits.dtype.itemsize < 4 else logits.dtype)
@@ -175,7 +177,7 @@ def _loss_and_gradient(
     for first in range(0, max(len(logits), 1), max(size, 1)):
         block = slice(first, first + size)
         z = logits[block].detach().requires_grad_()
-        taught = teacher and teacher.map(lambda x, block=block: x[block])  # type: ignore[misc]
+        taught = teacher and teacher.map(itemgetter(block))
         # A view: FlopCounterMode puts hooks on what modules are called with, and refuses leaves.
         with torch.enable_grad():
             loss = terms(z.view_as(z), taught, slice(start + first, start + first + len(z)))

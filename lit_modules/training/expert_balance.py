@@ -94,8 +94,8 @@ def balance_loss(mixtures: Mapping[str, MixtureOfExperts], outputs: Mapping[str,
         if batch.labels.shape == counted.shape:
             counted = counted * label_mask(batch.labels)
         chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(mixture.top_k).indices, 1.0)
-        sums = ((x * counted[..., None]).sum(1) for x in (chosen.detach(), probabilities))
-        tree.append((*sums, counted.sum(1)))  # type: ignore[arg-type]
+        choices, shares = ((x * counted[..., None]).sum(1) for x in (chosen.detach(), probabilities))
+        tree.append((choices, shares, counted.sum(1)))
         sizes.append(mixture.balance * mixture.experts)
 
     def relation(whole: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:

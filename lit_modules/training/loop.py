@@ -10,22 +10,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apprentice import keyed, replicas
+from apprentice import keyed
 from apprentice.batch import Batch
 from apprentice.contract import ModuleLayout
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.recorded import rebuild, record_arguments
+from lit_modules.nets.specs import rebuild, record_arguments
 from lit_modules.tasks.base import COUNTS, Task
 from lit_modules.tasks.scores import Scores
-from lit_modules.training.batch_checks import BatchChecks, check_trained, is_pair, require_batch
+from lit_modules.training.batches import BatchReader, check_trained, require_batch
 from lit_modules.training.checkpoints import load_parts, save_parts
 from lit_modules.training.extras import Extra
 from lit_modules.training.loss_scale import LossScales
 from lit_modules.training.optimization import Optimization, log_optimizer
 from lit_modules.training.parts import parts_of
-from lit_modules.training.predictions import Predictions
 from lit_modules.training.run_scores import RunScores
 from lit_modules.training.training_log import TrainingLog, global_means, is_logged, not_finite
+from lit_modules.training.whole_outputs import Predictions
 
 
 class Loop(LightningModule):
@@ -70,13 +70,12 @@ class Loop(LightningModule):
         self.runs, self.seed, self.optimization = list(runs), seed, optimization
         self.task: Task = rebuild(task, "task")
         self.parts = parts_of(self.task, options)
-        self.checks, self.training_log = BatchChecks(self.task), TrainingLog()
+        self.reader, self.training_log = BatchReader(self.task), TrainingLog()
         self.run_scores = RunScores(self.runs, self.task, self.has_teacher)
         self.loss_scales = LossScales()
         self.outputs, self.extras = self.parts.outputs(), list[Extra[Any]]()
         self.failed: dict[str, dict[str, Any]] = {}
         self.stopped: dict[str, dict[str, Any]] = {}
-        self._label_weight: float | Tensor | None = None  # of the current batch, if it is a plain pair
         self._layout: tuple[set[str], ModuleLayout] | None = None  # while these runs are inactive
 
     # ---- what a module is made of
@@ -201,8 +200,7 @@ class Loop(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """This rank's part of the loss of all runs."""
-        batch = Batch.of(require_batch(batch), self.batches_done)
-        self._label_weight = batch.label_weight
+        batch = self.reader.read(batch, self.batches_done)
         loss, parts = self.shard_step(batch)
         self.on_global_batch(global_means(parts, batch), batch.count)
         return loss
@@ -214,13 +212,13 @@ class Loop(LightningModule):
         """
         batch = self.rows_of(batch)
         with ExitStack() as stack:
-            more = [stack.enter_context(extra.watch(self, batch)) for extra in self.extras]
+            more_losses = [stack.enter_context(extra.watch(self, batch)) for extra in self.extras]
             stack.enter_context(keyed.noise(self.seed, batch.step, batch.rows))
-            stack.enter_context(self.checks.naming_inputs(batch.inputs))
+            stack.enter_context(self.reader.naming_inputs(batch.inputs))
             outputs = self(batch.inputs, *self.outputs.beside(batch))
         loss, values = self.losses(outputs, batch)
-        for part in [part for losses in reversed(more) for part in losses()]:  # the first to watch is the last to add
-            loss, values = loss + part.loss, values | part.values
+        for added in [part for losses in reversed(more_losses) for part in losses()]:  # the first to watch adds last
+            loss, values = loss + added.loss, values | added.values
         return loss, values
 
     def layout(self) -> ModuleLayout:
@@ -242,11 +240,8 @@ class Loop(LightningModule):
         return self.losses(output, self.rows_of(batch))[0]
 
     def rows_of(self, batch: Any) -> Batch:
-        """Return some rows of a global batch, or all; a shard of a plain pair gets the whole pair's `label_weight`."""
-        if isinstance(batch, Batch):
-            return batch
-        rows = Batch.of(require_batch(batch), self.batches_done)
-        return rows._replace(label_weight=self._label_weight) if replicas.is_shard() else rows
+        """Return some rows of a global batch, or all."""
+        return self.reader.read_rows(batch, self.batches_done)
 
     def on_global_batch(self, means: Mapping[str, float], count: int) -> list[nn.Parameter]:
         """Log a global batch of `count` rows by its means, `<run>/<what>` to value.
@@ -278,9 +273,7 @@ class Loop(LightningModule):
         """
         batch = super()._on_before_batch_transfer(batch, dataloader_idx)
         if self.attached_trainer is not None and not self.attached_trainer.predicting:
-            self.checks.inspect_labels(batch, self)
-            if is_pair(batch):
-                self._label_weight = Batch.of(batch, 0, shared=False).label_weight
+            self.reader.inspect(batch, self)
         return batch
 
     def configure_optimizers(self) -> Any:
@@ -350,7 +343,8 @@ class Loop(LightningModule):
         self.run_scores.reset("test")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.run_scores.score(self, Batch.of(require_batch(batch), 0, shared=False), beside=False)
+        batch = Batch.of(require_batch(batch), 0, shared=False)
+        self.run_scores.score(self, batch, beside=self.task.beside_teacher)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         batch = Batch.of(require_batch(batch), 0, shared=False)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 
 from apprentice import replicas
 from apprentice.errors import BadInput
@@ -31,7 +31,7 @@ class LossScales:
         self.scalers: dict[str, GradScaler] = {}
         self._state: dict[str, dict[str, Any]] = {}  # of scalers that are not made yet, or already removed
 
-    def take_over(self, plugin: Precision | None, runs: Iterable[str]) -> None:
+    def take_over(self, plugin: Any, runs: Iterable[str]) -> None:
         """Replace the plugin's scaler, if it has one, by one for each run; BadInput if that would round gradients."""
         stock: Any = getattr(plugin, "scaler", None) or getattr(plugin, "resting_scaler", None)
         self.scalers = {}
@@ -42,13 +42,13 @@ class LossScales:
             raise BadInput("", f"GradScaler with scale, growth and backoff {factors}", "powers of two")
         self.scalers = {run: copy.deepcopy(stock) for run in runs}
         self.load_state_dict(self._state)
-        plugin.scaler, plugin.resting_scaler = None, stock  # type: ignore[union-attr]
+        plugin.scaler, plugin.resting_scaler = None, stock
 
-    def give_back(self, plugin: Precision) -> None:
+    def give_back(self, plugin: Any) -> None:
         """Restore the plugin's own scaler."""
         if self.scalers:
             self._state, self.scalers = self.state_dict(), {}
-            plugin.scaler = plugin.resting_scaler  # type: ignore[attr-defined]
+            plugin.scaler = plugin.resting_scaler
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The state of each run's scaler, as plain numbers."""
@@ -87,8 +87,8 @@ class LossScales:
                 overflows[run] = list(self.scalers[run]._found_inf_per_device(seen).values())
         if not overflows:
             return []
-        here = torch.stack([torch.stack([flag.to(device) for flag in flags]).sum() for flags in overflows.values()])
-        anywhere = dict(zip(overflows, replicas.all_reduce_sum(here).tolist(), strict=True))
+        counts = torch.stack([torch.stack([flag.to(device) for flag in flags]).sum() for flags in overflows.values()])
+        anywhere = dict(zip(overflows, replicas.all_reduce_sum(counts).tolist(), strict=True))
         for run, flags in overflows.items():
             for flag in flags:
                 flag.fill_(anywhere[run])
@@ -98,8 +98,9 @@ class LossScales:
 
 def _local(parameter: nn.Parameter) -> Tensor:
     """A parameter with its gradient; for a DTensor, this rank's part of both."""
-    if not hasattr(parameter, "to_local"):
+    gradient = parameter.grad
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
         return parameter
     local: Tensor = parameter.to_local().detach()
-    local.grad = parameter.grad.to_local()  # type: ignore[union-attr]
+    local.grad = gradient.to_local()
     return local

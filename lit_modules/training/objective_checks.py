@@ -1,19 +1,112 @@
-"""Tests of an objective on noise, before any training: what its terms depend on, and whether they train a student."""
+"""Before any training objectives make their parts, and are tested on noise: what terms depend on, what they train."""
 
 import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apprentice import keyed
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, naming, reason
+from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.outputs import Outputs
-from lit_modules.objectives.base import Objective, Term, select_view
+from lit_modules.nets.stored import NoTeacher
+from lit_modules.objectives.base import Objective, Term, condense_teacher, select_view
 from lit_modules.objectives.context import StepContext, call
+from lit_modules.tasks.base import CLASSES
+
+if TYPE_CHECKING:
+    from lit_modules.training.student import Student
 
 Sample = tuple[Outputs, Outputs | None, Tensor]  # what a student and perhaps a teacher give, and labels
+LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
 RANGES = (0, 1), (-10, 10)  # of outputs: the first has finite roots and logarithms, the second confident softmaxes
+
+
+@torch.no_grad()
+def build_students(
+    students: Mapping[str, "Student"], teacher: nn.Module, ask: Callable[[], Outputs], example: Tensor, seed: int,
+    kind: str, samples: int | None, labelled: bool,
+) -> None:  # fmt: skip
+    """Let the objectives make their parts, given inputs (b, ...), for which `ask` returns the teacher's outputs.
+
+    `kind` is that of the nets' outputs, by `Task.outputs`. BadInput for an objective that does not compare such, or
+    needs a teacher where there is none; see `build_student`.
+    """
+    for name, student in students.items():
+        if kind not in student.objective.compares:
+            learns = " and ".join(sorted(student.objective.compares))
+            expected = f"a method that compares {kind}; it learns from {learns}"
+            raise BadInput(f"variants.{name}", type(student.objective).__name__, expected)
+    taught = [name for name, student in students.items() if student.objective.uses_teacher]
+    if taught and isinstance(teacher, NoTeacher):
+        raise BadInput("teacher", "None", f"a teacher, from which {taught[0]} learns")
+    teacher_outputs = ask() if taught else None
+    for name, student in students.items():
+        peers = {peer: students[peer].eval().raw(example) for peer in student.objective.peers}
+        flag = f"variants.{name}"
+        if teacher_outputs is not None:
+            check_features(teacher_outputs, student.objective.teacher_layers, flag)
+        outputs = teacher_outputs and teacher_outputs.match_dtype(student.net)
+        context = StepContext(samples=samples, peers=peers, has_labels=kind == CLASSES)
+        build_student(student, example, outputs, seed, flag, labelled, context)
+
+
+def build_student(
+    student: "Student",
+    example: Tensor,
+    teacher: Outputs | None,
+    seed: int,
+    flag: str,
+    labelled: bool,
+    context: StepContext,
+) -> None:
+    """Let a student's objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
+
+    `teacher` are its outputs for these. `flag` named the objective, `labelled` says whether all samples have labels,
+    and `context` has the size of the training set, if batches name their samples, and the outputs of the peers.
+
+    Raises:
+        BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing; with hidden
+            labels, it needs all, or a term depends on labels and does not say so.
+    """
+    mode, objective = student.training, student.objective
+    if objective.needs_labels and not labelled:
+        raise BadInput(flag, type(objective).__name__, "labels of all training samples; some are hidden")
+    rows = torch.arange(len(example))
+    context = replace(context, index=rows, rows=rows, count=len(rows))
+    outputs = student.eval().raw(example)
+    check_features(outputs, objective.student_layers, flag)
+    with naming(flag):
+        keyed.with_seed(seed, partial(call, objective.build, outputs, teacher, context=context))
+    globalise(objective.to(outputs.logits.dtype))
+    context = replace(context, epoch=LAST_EPOCH, progress=1.0)
+    try:
+        condensed = teacher and condense_teacher(teacher, {"": objective})
+        student.per_sequence_terms = check_rows(objective, outputs, condensed, flag, context)
+        check_gradient(objective, outputs, condensed, flag, context)
+        if condensed is not None and not condensed.logits.isfinite().all():
+            check_finite(objective, outputs, condensed, flag, context)
+        if not labelled:
+            student.of_labels = check_labels(objective, outputs, condensed, flag, context)
+    except BadInput:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's objective does
+        expected = f"an objective for outputs such as these nets'; it says: {reason(error)}"
+        raise BadInput(flag, type(objective).__name__, expected) from None
+    student.train(mode)
+
+
+def check_features(outputs: Outputs, layers: Mapping[str, str], flag: str) -> None:
+    """Raise BadInput if a layer that an objective reads has not run, or gives no tensor, such as a tuple."""
+    for option, path in layers.items():
+        output = outputs.features.get(path)
+        if not isinstance(output, Tensor):
+            what = "it takes no part in a forward" if output is None else f"its output is a {type(output).__name__}"
+            raise BadInput(f"{flag}.{option}", path, f"a layer that gives a tensor; {what}")
 
 
 @torch.no_grad()

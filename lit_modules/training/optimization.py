@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from apprentice.errors import BadInput, naming, reason
-from lit_modules.nets.recorded import rebuild
+from lit_modules.nets.specs import rebuild
 from lit_modules.schedules import Length, MakeScheduler, build_scheduler, check_steps, nominal
 from lit_modules.training.training_log import tags
 

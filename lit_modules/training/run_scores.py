@@ -7,10 +7,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from apprentice.batch import Batch
-from lit_modules.tasks.base import EMA, FIDELITY, Task
-from lit_modules.tasks.scores import TEST, VALIDATION, PerSample, Scores, fidelity
-from lit_modules.training.predictions import Predictions, Scored
+from lit_modules.tasks.base import EMA, Task
+from lit_modules.tasks.scores import TEST, VALIDATION, PerSample, Scored, Scores, fidelity
 from lit_modules.training.training_log import tags
+from lit_modules.training.whole_outputs import Predictions
 
 if TYPE_CHECKING:
     from lit_modules.training.loop import Loop
@@ -33,7 +33,7 @@ class RunScores(nn.Module):
         # Lists in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(task.scores() for _ in self.runs)
         self.averaged = nn.ModuleDict()  # by run, of averages of its weights
-        beside = FIDELITY if beside_teacher else ()
+        beside = task.fidelity if beside_teacher else ()
         self.tested = nn.ModuleList(PerSample((*self.of(run).sampled, *beside)) for run in self.runs)
 
     def of(self, run: str) -> Scores:
@@ -52,10 +52,10 @@ class RunScores(nn.Module):
 
     def score(self, loop: "Loop", batch: Batch, beside: bool) -> Predictions[Scored]:
         """Add a batch to the scores of all runs, also beside a teacher; return what they are made of."""
-        with loop.checks.naming_inputs(batch.inputs):
+        with loop.reader.naming_inputs(batch.inputs):
             predictions = loop.evaluate(batch.inputs, beside)
         for outputs in predictions.students.values():
-            loop.checks.check_labels(outputs.logits, batch, loop.training)
+            loop.reader.check_labels(outputs.logits, batch, loop.training)
         scored = loop.outputs.measure(predictions, batch.labels)
         for run, values in scored.students.items():
             _update(self.of(run), values, batch)
@@ -73,11 +73,11 @@ class RunScores(nn.Module):
     def of_samples(self, failed: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
         """Gather the values (n,) of the last test's samples from all ranks, by run and by name, in the samples' order.
 
-        They are those of `Scores.of_sample`, of `fidelity` beside a teacher, and `place`. A run that has failed is left
-        out; one has no values if the loader does not number samples.
+        They are those of `Scores.of_sample` and `of_all_samples`, of `fidelity` beside a teacher, and `place`. A run
+        that has failed is left out; one has no values if the loader does not number samples.
         """
         return {
-            run: {name: values.cpu() for name, values in tested.compute().items()}
+            run: {name: x.cpu() for name, x in (tested.compute() | self.of(run).of_all_samples()).items()}
             for run, tested in zip(self.runs, self._samples(), strict=True)
             if run not in failed
         }
@@ -100,7 +100,7 @@ class RunScores(nn.Module):
             if stage == "test" and (confusion := self.of(run).confusion_matrix()) is not None:
                 for logger in loop.loggers:
                     if hasattr(logger, "log_confusion"):
-                        names = getattr(trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+                        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
                         logger.log_confusion(run, confusion, names, loop.global_step)
 
     def _compute(self, run: str, stage: str) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from lit_modules.nets.layers import find_stage, input_names, observe
 from lit_modules.nets.outputs import Outputs
 from lit_modules.objectives.base import Objective, condense_teacher
 from lit_modules.training.student import TEACHER, Student
-from lit_modules.training.whole_outputs import Asked
-
-Active = Callable[[], Asked]
+from lit_modules.training.whole_outputs import ForwardRequest
 
 
 class Track(NamedTuple):
@@ -28,11 +26,11 @@ class Track(NamedTuple):
 
 
 def side_by_side(
-    teacher: nn.Module, students: Mapping[str, Student], active: Active, example: Tensor
+    teacher: nn.Module, students: Mapping[str, Student], step_request: Callable[[], ForwardRequest], example: Tensor
 ) -> list[nn.Module]:
     """The stages of a distillation, whose composition gives the teacher's outputs, or None, and the students' outputs.
 
-    `active` says what a forward computes. BadInput if a net can't be cut.
+    `step_request` is what a forward without a request computes. BadInput if a net can't be cut.
     """
     teacher_layers: dict[str, str] = {}  # their paths, and the flag that names each
     nets = [(teacher, teacher_layers)]
@@ -47,7 +45,7 @@ def side_by_side(
     count = max(map(len, modules))
     tracks = [_track(net, layers, cut, count, example) for (net, layers), cut in zip(nets, modules, strict=True)]
     named = dict(zip([TEACHER, *students], tracks, strict=True))
-    return [Stage(number, count, named, students, active) for number in range(count)]
+    return [Stage(number, count, named, students, step_request) for number in range(count)]
 
 
 def _track(net: nn.Module, layers: Mapping[str, str], modules: list[nn.Module], count: int, example: Tensor) -> Track:
@@ -73,18 +71,19 @@ class Stage(nn.Module):
     """One stage of all nets. Its inputs and outputs are each net's tensors, followed by its features so far."""
 
     def __init__(
-        self, number: int, count: int, tracks: Mapping[str, Track], students: Mapping[str, Student], active: Active
-    ) -> None:
+        self, number: int, count: int, tracks: Mapping[str, Track], students: Mapping[str, Student],
+        step_request: Callable[[], ForwardRequest],
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.number, self.is_last, self.tracks, self.active = number, number == count - 1, tracks, active
+        self.number, self.is_last, self.tracks, self.step_request = number, number == count - 1, tracks, step_request
         self.layers = nn.ModuleList(m for track in self.tracks.values() for m in track.pieces[number])
         objectives = {name: student.objective for name, student in students.items()}
         self.objectives = nn.ModuleDict(objectives if self.is_last else {})
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def forward(self, *tensors: Tensor, request: ForwardRequest | None = None) -> Any:
         """Takes inputs (b, ...) or the previous stage's tensors; gives those for the next, or at the end outputs."""
-        asked, rest = self.active(), iter(tensors)
-        running = [TEACHER, *asked.students] if asked.teacher else asked.students
+        request, rest = request or self.step_request(), iter(tensors)
+        running = [TEACHER, *request.students] if request.teacher else request.students
         states = {name: self._net(name, iter(tensors) if self.number == 0 else rest) for name in running}
         if not self.is_last:
             return tuple(x for state, features in states.values() for x in (*state, *features.values()))
@@ -102,9 +101,10 @@ class Stage(nn.Module):
         if self.number == 0 and first is not None and x[0].is_floating_point():
             x = (x[0].to(first.dtype),)
         features = {path: next(tensors) for path, (stage, _) in track.features.items() if stage < self.number}
-        here = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != TEACHER), observe(here, track.inputs) as read:
+        read = {path: module for path, (stage, module) in track.features.items() if stage == self.number}
+        trains = torch.is_grad_enabled() and name != TEACHER
+        with torch.set_grad_enabled(trains), observe(read, track.inputs) as outputs:
             for module in track.pieces[self.number]:
                 x = _tuple(module(*x))
-        features |= read
+        features |= outputs
         return x, {path: features[path] for path in track.features if path in features}

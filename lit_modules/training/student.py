@@ -1,8 +1,8 @@
-"""A student of a distillation: a net and the objective that it learns by, which is tested before training."""
+"""A student of a distillation: a net and the objective that it learns by."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -10,16 +10,14 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.batch import Batch, Mixed, label_mask
-from apprentice.errors import BadInput, naming, reason
+from apprentice.errors import BadInput, naming
 from apprentice.relations import relate
-from lit_modules.nets.batch_norm import globalise
 from lit_modules.nets.layers import layer, run
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.stored import NoTeacher
+from lit_modules.nets.specs import Spec, rebuild
 from lit_modules.objectives.base import (
     Objective,
     Term,
-    condense_teacher,
     mask_tokens,
     replace_ignored_labels,
     select_view,
@@ -27,11 +25,9 @@ from lit_modules.objectives.base import (
     weighted_sum,
 )
 from lit_modules.objectives.context import StepContext, call
-from lit_modules.training.objective_checks import check_finite, check_gradient, check_labels, check_rows
-from lit_modules.training.prepared import prepare_net
+from lit_modules.training.preparation import prepare_net
 
 CE = "cross-entropy"  # of the logits with the labels, whatever the term's name
-LAST_EPOCH = 1e6  # objectives are tested as at the end of training, when weights that grow have their full size
 TEACHER = ""  # no student has this name
 
 
@@ -58,7 +54,7 @@ class Student(nn.Module):
 
     Attributes:
         of_labels: if labels are hidden, the terms that are means over labelled samples, and "loss" if all are.
-        per_sequence_terms: the terms with one value for a whole row of tokens; known after `build`.
+        per_sequence_terms: the terms with one value for a whole row of tokens; known once it is built.
     """
 
     def __init__(self, net: nn.Module, objective: Objective) -> None:
@@ -130,8 +126,8 @@ class Student(nn.Module):
             )
         teacher, peers = sources.get(TEACHER), {name: sources[name] for name in objective.peers}
         if objective.relates_rows:
-            context = context._replace(rows=torch.arange(len(labels), device=labels.device), count=len(labels))
-        context = context._replace(index=rows.places, peers=peers, counted=counts)
+            context = replace(context, rows=torch.arange(len(labels), device=labels.device), count=len(labels))
+        context = replace(context, index=rows.places, peers=peers, counted=counts)
         visible = replace_ignored_labels(labels, label_weight)
         terms = _weigh(objective.terms(student, teacher, visible, context), visible, class_weights)
         for mixed in rows.mixed:
@@ -146,91 +142,24 @@ class Student(nn.Module):
             values[CE] = ce
         return loss, values
 
-    def build(
-        self,
-        example: Tensor,
-        teacher: Outputs | None,
-        seed: int,
-        flag: str,
-        samples: int | None = None,
-        labelled: bool = True,
-        peers: Mapping[str, Outputs] = MappingProxyType({}),
-    ) -> None:
-        """Let the objective make its parts, from the seed and the shapes alone, and test it on inputs (b, ...).
 
-        `teacher` are its outputs for these, and `peers` those of the students that the objective names. `flag` named
-        the objective; `samples` is the size of the training set, if batches name their samples, and `labelled` whether
-        all have labels.
+def make_students(
+    pairs: Mapping[str, tuple[nn.Module, Objective] | Sequence[Spec]], teacher: nn.Module, example: Tensor, seed: int
+) -> dict[str, Student]:
+    """Make students of nets, or of those that objectives put in their place, given example inputs (b, ...).
 
-        Raises:
-            BadInput: the objective refuses the nets' shapes, fails, or gives a loss that trains nothing; with hidden
-                labels, it needs all, or a term depends on labels and does not say so.
-        """
-        mode, objective = self.training, self.objective
-        if objective.needs_labels and not labelled:
-            raise BadInput(flag, type(objective).__name__, "labels of all training samples; some are hidden")
-        rows = torch.arange(len(example))
-        context = StepContext(index=rows, rows=rows, count=len(rows), samples=samples, peers=peers)
-        outputs = self.eval().raw(example)
-        check_features(outputs, objective.student_layers, flag)
-        with naming(flag):
-            keyed.with_seed(seed, partial(call, objective.build, outputs, teacher, context=context))
-        globalise(objective.to(outputs.logits.dtype))
-        context = context._replace(epoch=LAST_EPOCH, progress=1.0)
-        try:
-            condensed = teacher and condense_teacher(teacher, {"": objective})
-            self.per_sequence_terms = check_rows(objective, outputs, condensed, flag, context)
-            check_gradient(objective, outputs, condensed, flag, context)
-            if condensed is not None and not condensed.logits.isfinite().all():
-                check_finite(objective, outputs, condensed, flag, context)
-            if not labelled:
-                self.of_labels = check_labels(objective, outputs, condensed, flag, context)
-        except BadInput:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a user's objective does
-            expected = f"an objective for outputs such as these nets'; it says: {reason(error)}"
-            raise BadInput(flag, type(objective).__name__, expected) from None
-        self.train(mode)
-
-
-def make_student(
-    name: str, net: nn.Module, objective: Objective, teacher: nn.Module, example: Tensor, seed: int
-) -> Student:
-    """Make a student of a net, or of one that its objective puts in its place, given example inputs (b, ...)."""
-    with naming(f"variants.{name}"):
-        return Student(prepare_net(keyed.with_seed(seed, partial(objective.wrap, net, teacher, example))), objective)
-
-
-@torch.no_grad()
-def build_students(
-    students: Mapping[str, Student], teacher: nn.Module, ask: Callable[[], Outputs], example: Tensor, seed: int,
-    samples: int | None, labelled: bool,
-) -> None:  # fmt: skip
-    """Let the objectives make their parts, given inputs (b, ...), for which `ask` returns the teacher's outputs.
-
-    BadInput for one that can't, or needs a teacher where there is none; see `Student.build`.
+    BadInput for a name that can't be used, or a parameter of two students.
     """
-    asking = [name for name, student in students.items() if student.objective.uses_teacher]
-    if asking and isinstance(teacher, NoTeacher):
-        raise BadInput("teacher", "None", f"a teacher, from which {asking[0]} learns")
-    taught = ask() if asking else None
-    for name, student in students.items():
-        beside = {peer: students[peer].eval() for peer in student.objective.peers}
-        peers = {peer: other.raw(example) for peer, other in beside.items()}
-        flag = f"variants.{name}"
-        if taught is not None:
-            check_features(taught, student.objective.teacher_layers, flag)
-        outputs = taught and taught.match_dtype(student.net)
-        student.build(example, outputs, seed, flag, samples, labelled, peers)
-
-
-def check_features(outputs: Outputs, layers: Mapping[str, str], flag: str) -> None:
-    """Raise BadInput if a layer that an objective reads has not run, or gives no tensor, such as a tuple."""
-    for option, path in layers.items():
-        output = outputs.features.get(path)
-        if not isinstance(output, Tensor):
-            what = "it takes no part in a forward" if output is None else f"its output is a {type(output).__name__}"
-            raise BadInput(f"{flag}.{option}", path, f"a layer that gives a tensor; {what}")
+    students = {}
+    for name, pair in pairs.items():
+        if hasattr(nn.ModuleDict(), name) or "." in name:
+            raise BadInput("variants", name, "a name without dots that is no attribute of torch's ModuleDict")
+        net, objective = rebuild(pair, f"students.{name}")
+        with naming(f"variants.{name}"):
+            net = prepare_net(keyed.with_seed(seed, partial(objective.wrap, net, teacher, example)))
+        students[name] = Student(net, objective)
+    check_parameters(teacher, students)
+    return students
 
 
 def _weigh(terms: dict[str, Term], labels: Tensor, class_weights: Tensor | None) -> dict[str, Term]:
@@ -255,9 +184,9 @@ def check_parameters(teacher: nn.Module, students: Mapping[str, Student]) -> Non
 def zero_loss(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
     """Return zero, with a gradient of zero for every parameter of modules that are idle: DDP waits for each."""
     idle = (p for module in modules for p in module.parameters())
-    here = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
+    local = (p for p in idle if type(p) is nn.Parameter and not p.is_meta)  # neither sharded nor on another rank
     zero = torch.zeros((), device=device, requires_grad=True)
-    return sum((p.sum().nan_to_num() * 0 for p in here), start=zero)
+    return sum((p.sum().nan_to_num() * 0 for p in local), start=zero)
 
 
 def choose_layers(teacher: nn.Module, students: Mapping[str, Student]) -> None:

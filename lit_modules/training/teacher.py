@@ -16,11 +16,12 @@ from lit_modules.nets.base import unwrap_logits
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.identity import identify
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.recorded import Spec, rebuild
+from lit_modules.nets.specs import Spec, rebuild
 from lit_modules.nets.stored import NoTeacher
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives.base import Objective
 from lit_modules.training.tensor_folder import TensorFolder, add_hashes, hash_tensors
+from lit_modules.training.whole_outputs import ForwardRequest
 
 if TYPE_CHECKING:
     from lit_modules.distillation import Distillation
@@ -113,7 +114,8 @@ def store_outputs(module: "Distillation", epochs: float, batch_norm: str | None)
         return
 
     def ask(chunk: Batch) -> Outputs:
-        outputs: Outputs = module(chunk.inputs, *module.outputs.beside(chunk._replace(starts=None)))[0]
+        beside = module.outputs.beside(chunk._replace(starts=None))
+        outputs: Outputs = module(chunk.inputs, *beside, request=ForwardRequest(True, ()))[0]
         return outputs
 
     with trainer.precision_plugin.forward_context(), torch.no_grad():
@@ -276,8 +278,8 @@ def describe_sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
     """
     bytes_by_readers: dict[tuple[str, ...], int] = {}
     of_all = {path: tuple(n for n, o in objectives.items() if _reads(n, o, path, stored)) for path in stored.features}
-    readers = [*of_all.values(), *((path[0],) for path in stored.own)]
-    for names, x in zip(readers, [*stored.features.values(), *stored.own.values()], strict=True):
+    readers = [*of_all.values(), *((path[0],) for path in stored.condensed)]
+    for names, x in zip(readers, [*stored.features.values(), *stored.condensed.values()], strict=True):
         bytes_by_readers[names] = bytes_by_readers.get(names, 0) + x.nbytes
     total = stored.logits.nbytes + sum(bytes_by_readers.values())
     if not bytes_by_readers or total < LEAST:
@@ -288,4 +290,4 @@ def describe_sizes(stored: Outputs, objectives: Mapping[str, Objective]) -> str:
 
 def _reads(name: str, objective: Objective, path: str, stored: Outputs) -> bool:
     """Whether a student reads a raw feature, which its objective has not condensed."""
-    return path in objective.teacher_layers.values() and (name, path) not in stored.own and objective.uses_teacher
+    return path in objective.teacher_layers.values() and (name, path) not in stored.condensed and objective.uses_teacher

@@ -76,11 +76,11 @@ class TensorFolder:
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a file; BadInput without a place for it."""
-        path, here = self.file(number), {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        path, local = self.file(number), {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")  # another run may write the same
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            save_file(here, temporary, {CHECKSUM: _checksum(here)})
+            save_file(local, temporary, {CHECKSUM: _checksum(local)})
             temporary.replace(path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):

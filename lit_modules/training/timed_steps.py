@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def timed_steps(module: "Distillation", run: str, batch: Batch) -> dict[float, C
         for part, teacher in zip(_batches(module, run, batch), taught, strict=True):
             beside = module.outputs.beside(part)
             outputs = {run: module.outputs.run_student(run, student, part.inputs, beside, "losses"), **peers}
-            context = module.context(part)._replace(progress=progress)
+            context = replace(module.context(part), progress=progress)
             losses = module.outputs.losses({run: student}, outputs, teacher, part, context)
             loss = loss + losses[run].part
         return loss

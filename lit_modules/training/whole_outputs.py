@@ -1,7 +1,8 @@
 """How nets give outputs, and losses and scores are made of these: the port, of whole outputs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -10,19 +11,30 @@ from lit_modules.nets.layers import run
 from lit_modules.nets.outputs import Outputs
 from lit_modules.objectives.base import Objective, condense_teacher
 from lit_modules.objectives.context import StepContext
-from lit_modules.training.predictions import Predictions, Scored
+from lit_modules.tasks.scores import Scored
 from lit_modules.training.student import Losses, Student
+
+T = TypeVar("T")
 
 # What outputs are for: losses, scores, or whoever reads all of them, such as a store of the teacher's.
 Purpose = Literal["losses", "scores", "all"]
 
 
-class Asked(NamedTuple):
-    """What a forward computes."""
+@dataclass(frozen=True)
+class ForwardRequest:
+    """What a forward computes: whether the teacher's outputs, those of which students, and for what."""
 
     teacher: bool
     students: Sequence[str]
     purpose: Purpose = "all"
+
+
+class Predictions(NamedTuple, Generic[T]):
+    """What evaluation scores of a batch: outputs of nets, or what scores are made of."""
+
+    teacher: T | None  # if the test has one to compare with
+    students: Mapping[str, T]  # by run
+    averaged: Mapping[str, T]  # by run, of the moving averages of weights
 
 
 class WholeOutputs:

@@ -135,21 +135,20 @@ def in_turn(splits: int, stages: int) -> Iterator[tuple[int, int]]:
                 yield tick - stage, stage
 
 
-def devices_of(process: int, counts: Sequence[int], devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
-    """Return the devices of a process, one for each stage of its module; `counts` are those of the node's processes.
+def devices_of(process: int, stages: int, devices: Sequence[torch.device], gpus: int) -> list[torch.device]:
+    """Return the devices of a node's process, one for each stage of its module.
 
     Lightning has chosen `devices`, one for each process; BadInput if there are too few `gpus`, or gaps.
     """
     if devices[0].type != "cuda":
-        return [devices[process]] * counts[process]
-    chosen, per_process = [device.index for device in devices], "/".join(map(str, sorted({*counts})))
+        return [devices[process]] * stages
+    chosen, needed = [device.index for device in devices], stages * len(devices)
     if chosen != list(range(len(devices))):
-        raise BadInput("devices", chosen, f"a number of processes, which take {per_process} GPUs each in order")
-    if sum(counts) > gpus:
-        expected = f"{sum(counts)} GPUs, {per_process} for the stages of each process"
+        raise BadInput("devices", chosen, f"a number of processes, which take {stages} GPUs each in order")
+    if needed > gpus:
+        expected = f"{needed} GPUs, {stages} for the stages of each process"
         raise BadInput("devices", len(devices), f"{expected}; there are {gpus}")
-    first = sum(counts[:process])
-    return [torch.device("cuda", first + stage) for stage in range(counts[process])]
+    return [torch.device("cuda", stages * process + stage) for stage in range(stages)]
 
 
 def _join(outputs: list[Any], spans: list[tuple[int, int]]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -84,7 +84,7 @@ class RankStrategy(DDPStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         self.create_optimizers = None
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        vars(Strategy)["optimizers"].__set__(self, optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:

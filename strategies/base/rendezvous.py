@@ -165,7 +165,7 @@ def _wait_for_server(host: str, port: int, where: tuple[str, str], timeout: floa
 
 @dataclass
 class _TokenExchange:
-    store: dist.Store
+    store: Any  # a dist.Store, whose hints know no bytes
     rank: int
     world_size: int
     deadline: float
@@ -191,7 +191,7 @@ class _TokenExchange:
                 late = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
                 expected = f"{self.world_size} ranks within that time; {late} not come"
                 error = RankTimeoutError("timeout", f"{self.timeout:g}", expected)
-        self.store.set(f"outcome/{token}", pickle.dumps(error))  # type: ignore[arg-type]
+        self.store.set(f"outcome/{token}", pickle.dumps(error))
         if error is not None:
             time.sleep(GRACE)
             raise error

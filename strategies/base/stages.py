@@ -14,10 +14,11 @@ from apprentice.private import BatchNorm, tree_leaves
 from strategies.base.private import ModuleMode
 
 
-def apply_modules(modules: Iterable[nn.Module], x: Any) -> Any:
-    """Apply the modules one after another; a tuple becomes several arguments."""
+def apply_modules(modules: Iterable[nn.Module], x: Any, request: object = None) -> Any:
+    """Apply the modules one after another; a tuple becomes several arguments. Each gets the request, if any."""
+    keywords = {} if request is None else {"request": request}
     for module in modules:
-        x = module(*x) if isinstance(x, tuple) else module(x)
+        x = module(*x, **keywords) if isinstance(x, tuple) else module(x, **keywords)
     return x
 
 

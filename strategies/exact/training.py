@@ -224,11 +224,18 @@ def shard_values(loss: Tensor, logger: ShardLogger, statistics: list[Tensor]) ->
 def try_step(strategy: DataParallel, module: LightningModule, batch: Any) -> None:
     """Compute a shard of a module with a `shard_step`, outside of a fit, and check what each shard is checked for."""
     assert isinstance(module, HasShardStep)
-    seeded = seed_generators(strategy.root_device, layout_of(module), 0)
+    layout = layout_of(module)
+    seeded = seed_generators(strategy.root_device, layout, 0)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    total, statistics = FixedPointSum(parameters, strategy.exact or 1), RunningStatistics(module)
+    total, relations = FixedPointSum(parameters, strategy.exact or 1), ShardedRelations(len(batch.rows))
     with set_aside(lambda: parameters), seeded, replicas.shard(0):
-        loss, _ = module.shard_step(batch)
+        if layout.relates_rows:  # what relates rows may change buffers, once a global batch
+            with relations.shard():
+                module.shard_step(batch)
+            relations.compute()
+        statistics = RunningStatistics(module)
+        with relations.shard():
+            loss, _ = module.shard_step(batch)
         loss.backward()
         total.add()
         statistics.take()

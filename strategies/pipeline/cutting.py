@@ -81,25 +81,25 @@ def warn_of_other_numbers(module: LightningModule, splits_batches: bool) -> None
         rank_zero_warn(f"{list_keys(normalised, FEW)}: BatchNorm sees a micro-batch, not the batch; {advice}")
 
 
-def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...]) -> list[float]:
+def seconds(modules: Sequence[nn.Module], inputs: tuple[Tensor, ...], request: object = None) -> list[float]:
     """Measure each module's forward and backward in a chain: the minimum of a few runs; modules stay unchanged."""
     times, x = [], inputs
     for module in modules:
         with preserve_state([module], inputs[0].device):
-            runs = [_time(module, x, inputs[0].device) for _ in range(REPEATS)]
+            runs = [_time(module, x, request, inputs[0].device) for _ in range(REPEATS)]
         module.zero_grad()
         x = runs[0][0]
         times.append(min(time for _, time in runs))
     return times
 
 
-def _time(module: nn.Module, x: Any, device: torch.device) -> tuple[Any, float]:
+def _time(module: nn.Module, x: Any, request: object, device: torch.device) -> tuple[Any, float]:
     # Clones of leaves, as layers may work in place. The batch itself needs no gradient.
     x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), x)
     synchronize = partial(torch.get_device_module(device).synchronize, device)
     synchronize()
     start = time.perf_counter()
-    y = stages.apply_modules([module], x)
+    y = stages.apply_modules([module], x, request)
     outputs = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])

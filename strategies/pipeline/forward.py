@@ -26,16 +26,22 @@ ONE_CALL = "one call of forward"
 NO_PARAMETERS = "a loss that uses no parameters, of which each rank has some"
 NO_DERIVATIVE = "no gradient of forward's output before backward, as other ranks have computed it"
 
-Answer = Callable[[tuple[Tensor, ...]], Any]  # from the inputs of `forward` to its output
+Answer = Callable[["ForwardCall"], Any]  # from a call of `forward` to its output
 
 
 @dataclass
 class ForwardCall:
-    """A call of `forward` in a `training_step`; without an `answer` the step ends there."""
+    """A call of `forward`; in a `training_step` without an `answer` the step ends there."""
 
-    answer: Answer | None
+    answer: Answer | None = None
     inputs: tuple[Tensor, ...] = ()  # none until it is called
+    request: object = None  # what it asks of every stage
     noise: Callable[[], AbstractContextManager[None]] = nullcontext  # the keyed noise of the call
+
+    def microbatch(self, start: int, stop: int, loss: Callable[[Any], Tensor] | None = None) -> MicroBatch:
+        """Return the rows `start` to `stop` of the inputs."""
+        rows = tuple(x[start:stop] for x in self.inputs)
+        return MicroBatch(stop - start, rows, self.request, loss, keyed.slice_rows(start, stop))
 
 
 class _StepEnds(BaseException):
@@ -61,8 +67,8 @@ class StagedForward:
         self._call: ForwardCall | None = None
         self._pipeline_loss = math.nan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's output, on all ranks."""
+    def __call__(self, *args: Any, request: object = None, **kwargs: Any) -> Any:
+        """Compute the module's output, on all ranks; every stage gets the request, if there is one."""
         expected = f"{self.name}.forward: expected calls with tensors by position, rows first"
         for key, x in [*enumerate(args), *kwargs.items()]:
             if key in kwargs or not isinstance(x, Tensor) or not x.dim():
@@ -73,13 +79,13 @@ class StagedForward:
         call = self._call
         with allow_collectives():
             if call is None:
-                return self._evaluate(args)
+                return self._evaluate(ForwardCall(inputs=args, request=request))
             if call.inputs:
                 raise self.fault(f"{ONE_CALL}, got a second")
-            call.inputs, call.noise = args, keyed.slice_rows(0, len(args[0]))
+            call.inputs, call.request, call.noise = args, request, keyed.slice_rows(0, len(args[0]))
             if call.answer is None:
                 raise _StepEnds
-            return call.answer(args)
+            return call.answer(call)
 
     @property
     def name(self) -> str:
@@ -102,12 +108,12 @@ class StagedForward:
         """Return the error of a method of the module."""
         return BadInput("", f"{self.name}.{method}", expected)
 
-    def _evaluate(self, inputs: tuple[Tensor, ...]) -> Any:
-        assignment, size = self.assignment, len(inputs[0])
+    def _evaluate(self, call: ForwardCall) -> Any:
+        assignment, size = self.assignment, len(call.inputs[0])
         # If ranks have several stages, these would wait for each other.
         whole = self.in_one_piece or assignment.stages_per_rank > 1
         count = 1 if whole else min(assignment.num_microbatches, max(size, 1))
-        step = PipelineStep([cut_microbatch(inputs, a, b) for a, b in itertools.pairwise(bounds(size, count))])
+        step = PipelineStep([call.microbatch(a, b) for a, b in itertools.pairwise(bounds(size, count))])
         with self.random_state():
             self.runner.forward(step)
         self.events = step.events
@@ -172,10 +178,3 @@ class StagedForward:
             expected = f"the loss that training_step returns, {loss:g}, as the mean over micro-batches"
             raise self.fault(f"{expected}; got {self._pipeline_loss:g}", "pipeline_loss")
         self.losses_match = True
-
-
-def cut_microbatch(
-    inputs: tuple[Tensor, ...], start: int, stop: int, loss: Callable[[Any], Tensor] | None = None
-) -> MicroBatch:
-    """Return the rows `start` to `stop` of the inputs of `forward` as a micro-batch."""
-    return MicroBatch(stop - start, tuple(x[start:stop] for x in inputs), loss, keyed.slice_rows(start, stop))

@@ -40,6 +40,7 @@ class MicroBatch:
 
     rows: int  # 0: stages compute nothing
     inputs: tuple[Tensor, ...]  # of the first stage
+    request: object  # of every stage, beside tensors; None for none
     loss: Callable[[Any], Tensor] | None  # from the last stage's output to a weighted scalar; None for forward only
     context: Callable[[], AbstractContextManager[None]]  # each stage enters it
 
@@ -97,7 +98,7 @@ class _StageModule(nn.Module):
             return out
         x = piece.inputs if self.inputs is None else self.inputs.unpack(source, piece.rows)
         with piece.context():
-            y = apply_modules(self.layers, x)
+            y = apply_modules(self.layers, x, piece.request)
             step.after_forward(self.stage, self.number)
             if not piece.rows and self.outputs is None:
                 sums = [x.double().sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
@@ -180,7 +181,7 @@ class PipelineRunner:
             for number, piece in enumerate(step.microbatches):
                 x = self._receive(stage, piece.rows, layouts, kept.pop(number, None)) if stage else piece.inputs
                 with step.record(stage, number, "forward"), piece.context():
-                    y = apply_modules(modules, x)
+                    y = apply_modules(modules, x, piece.request)
                 step.after_forward(stage, number)
                 if stage == len(self.rank_of) - 1:
                     check_output(y, modules[-1], piece.rows)

@@ -23,7 +23,7 @@ from strategies.exact.shard_logging import ShardLogger, shard_logger_of
 from strategies.exact.shards import Shard, bounds, part, rows
 from strategies.exact.steps import ExactSteps
 from strategies.exact.training import RunningStatistics, ShardedTraining, shard_values
-from strategies.pipeline.forward import StagedForward, cut_microbatch
+from strategies.pipeline.forward import ForwardCall, StagedForward
 from strategies.pipeline.runner import MicroBatch, PipelineStep
 
 
@@ -66,15 +66,15 @@ class PipelineSteps(PlainSteps):
         loss = attach_gradients(loss.detach(), average(gradients))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _train_batch(self, batch: Any, inputs: tuple[Tensor, ...]) -> Any:
+    def _train_batch(self, batch: Any, call: ForwardCall) -> Any:
         forward, size = self.forward, rows(batch)
-        forward.check_rows(inputs, size)
+        forward.check_rows(call.inputs, size)
         # A batch whose rows are distributed unevenly says what its mean counts in the mean over replicas.
         weight = (batch.share if isinstance(batch, Batch) else 1.0) / max(size, 1)
         pieces = []
         for number, (a, b) in enumerate(itertools.pairwise(bounds(size, forward.assignment.num_microbatches))):
             shard = Shard(number, a, b, part(batch, a, b))
-            pieces.append(cut_microbatch(inputs, a, b, partial(forward.loss, shard, (b - a) * weight)))
+            pieces.append(call.microbatch(a, b, partial(forward.loss, shard, (b - a) * weight)))
         return forward.train(PipelineStep(pieces))
 
 
@@ -118,7 +118,7 @@ class PipelinedShards(ShardedTraining):
         shards = self._shards_of(batch)
         sample = shards or [Shard(0, 0, 0, part(batch, 0, 0))]  # an empty one shows the inputs' layout
         pieces = [self.microbatch(logger, shard, *args, **kwargs) for shard in sample]
-        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), None, nullcontext)
+        empty = MicroBatch(0, tuple(x[:0] for x in pieces[0].inputs), pieces[0].request, None, nullcontext)
         pieces += [empty] * (self.forward.assignment.num_microbatches - len(pieces))
         sums = dict(zip(self.forward.trainable_by_stage(), self._sums, strict=True))
         by_stage = self._statistics_by_stage()
@@ -160,7 +160,7 @@ class PipelinedShards(ShardedTraining):
             with self._relations.shard(), replicas.shard(shard.start), call.noise(), self._name_shard(shard):
                 yield
 
-        return MicroBatch(shard.rows, call.inputs, partial(self._loss, shard), isolate)
+        return MicroBatch(shard.rows, call.inputs, call.request, partial(self._loss, shard), isolate)
 
     def _loss(self, shard: Shard, output: Any) -> Tensor:
         with refuse_collectives("pipeline_loss", self.strategy):
@@ -203,7 +203,7 @@ def _rows_of(output: Any, shard: Shard, shards: Sequence[Shard]) -> Any:
     return tree_map_only(Tensor, lambda x: x[rows].clone(), output)
 
 
-def _answer(output: Any, _inputs: tuple[Tensor, ...]) -> Any:
+def _answer(output: Any, _call: ForwardCall) -> Any:
     return output
 
 

@@ -206,7 +206,7 @@ class PipelineStrategy(SharedReplica):
                 training.forward = self.forward
                 piece = training.microbatch(shard_logger_of(module), shard, *number)
                 with self.precision_plugin.train_step_context(), piece.context():
-                    times = seconds(layers, piece.inputs)
+                    times = seconds(layers, piece.inputs, piece.request)
         return self.broadcast(times)
 
     # Gradients of all stages

@@ -112,7 +112,7 @@ def test_folders_are_read_beside_torchvision(tmp_path: Path) -> None:
     assert content["ratios"].keys() == data_speed.TARGETS.keys() - {"peak"}  # of fresh processes, which are slow
     assert 0 < content["ratios"]["waiting"] < 1
     speeds = content["figures"]["images/s, light"]
-    assert content["ratios"]["disk / plain, light"] == pytest.approx(speeds["disk"] / speeds["plain"])
+    assert content["ratios"]["none / plain, light"] == pytest.approx(speeds["none"] / speeds["plain"])
     data_speed.generate(tmp_path / "few", 12)
     assert data_speed.peak(str(tmp_path / "few"), workers=1) > 0
 
@@ -262,13 +262,13 @@ def test_rpc_is_compared_with_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[
     from benchmarks import rpc_speed
 
     content = measured(rpc_speed, tmp_path / "out.json", "--quick", "--devices", "2")
-    names = {f"LightNN, {name}" for name in ("ddp", "param_server", "param_server, late", "rpc_hybrid")}
+    names = {f"LightNN, {name}" for name in ("ddp", "param_server")}
     batching = {f"{width}, {field}" for width in (128, 131_072) for field in ("waiting", "computing")}
     assert set(content["figures"]["ms a step"]) == names
     assert set(content["ratios"]) == names | batching
     assert content["ratios"]["LightNN, ddp"] == 1
     assert all(ratio > 0 for ratio in content["ratios"].values())
-    assert "LightNN, param_server, late" in capsys.readouterr().out
+    assert "LightNN, param_server" in capsys.readouterr().out
 
 
 def test_the_least_counts_one_forward_of_the_teacher() -> None:

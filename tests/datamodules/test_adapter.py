@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,23 @@ def seen(data: LightningDataModule, part: str = "train", rank: int = 0, replicas
     return list(getattr(adapted, f"{part}_dataloader")())
 
 
-@pytest.mark.parametrize("make", [Mine, lambda: Mine(drop_last=True), lambda: Mine(sampler="weighted"), Plain])
+KINDS: dict[str, Callable[[], Mine]] = {
+    "plain": Plain,
+    "indexed": Mine,
+    "drop_last": lambda: Mine(drop_last=True),
+    "weighted": lambda: Mine(sampler="weighted"),
+}
+
+
+@cache
+def ended_alone(kind: str) -> dict[str, Tensor]:
+    return ended(KINDS[kind](), precision="64-true")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_several_processes_end_as_one(make: Callable[[], Mine], devices: int) -> None:
-    options: dict[str, Any] = {"precision": "64-true"}
-    assert_same(ended(make(), devices, **options), ended(make(), **options), atol=1e-9)
+def test_several_processes_end_as_one(kind: str, devices: int) -> None:
+    assert_same(ended(KINDS[kind](), devices, precision="64-true"), ended_alone(kind), atol=1e-9)
 
 
 def test_workers_and_a_generator_of_its_own_move_nothing() -> None:

@@ -58,7 +58,7 @@ def test_a_copied_folder_is_the_same(root: Path, large: bool, monkeypatch: pytes
         monkeypatch.setattr(fingerprints, "READ", 10)
     before = of_folder(root)
     copied = shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
-    for options in ({}, {"cache": "none"}, {"cache": "disk"}, {"num_workers": 0}):
+    for options in ({}, {"cache": "none"}, {"num_workers": 0}):
         again = of_folder(copied, **options)
         assert changed_parts(before, again) == []
         assert touched_parts(before, again) == (["train", "test"] if large else [])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def same_bits() -> None:
     rows, data = torch.arange(50), digits(augment=True)
     images = data.split("train").take(rows).inputs
-    for draw in (lambda x: keyed.bits(7, x, 33), lambda x: data.finish(images.to(x.device), 2, x)):
+    for draw in (lambda x: keyed.bits(7, x, 33), lambda x: data.augmentation(images.to(x.device), 2, x)):
         assert torch.equal(draw(rows.cuda()).cpu(), draw(rows))
 
 

@@ -17,6 +17,7 @@ from harness.runs.quiet import quiet
 from lab.strategies import ParamServer
 from strategies import DDP, DataParallel
 from tests.callbacks import SaveAndStop
+from tests.datamodules.test_loading import equal
 from tests.strategies.test_strategies import STEPS
 from tests.training import LinesLogger, assert_same, digits, distillation, fit, trainer, weights
 
@@ -208,10 +209,6 @@ def test_the_option_changes_no_sample_and_hides_nothing_else() -> None:
         assert all(equal(*pair) for pair in zip(mine, other, strict=True))
     few.hides_labels = False
     assert all(equal(*pair) for pair in zip(loader(plain), loader(few), strict=True))
-
-
-def equal(one: Batch, other: Batch) -> bool:
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("labelled", [-1, 0, 9, 102])

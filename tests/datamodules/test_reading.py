@@ -14,11 +14,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from apprentice.errors import BadInput
 from apprentice.weights import read_saved
 from datamodules import MNIST, Chat, InMemoryData, LabelledText
+from datamodules.files import AGAIN, NO_FILE, check_file, read_csv, walk
 from datamodules.preparation import Preparation
-from datamodules.reading import AGAIN, NO_FILE, check_file, walk
 from datamodules.splits import Split
 from datamodules.streams import SampleStream
-from datamodules.tables import read_csv
 from datamodules.text.conversation_files import open_sources
 from deploy.predict.inputs import read_inputs
 from deploy.predict.raw import RawImages

@@ -70,12 +70,10 @@ def in_memory(root: Path) -> dict[str, torch.Tensor]:
     return ended(folder(root, cache="memory"))
 
 
-STREAMS = [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2), ("disk", None), ("disk", 2)]
+STREAMS = [("none", 0), ("none", 1), ("none", 3), ("none", None), ("memory", 2)]
 
 
-@pytest.mark.parametrize(
-    ("cache", "workers"), mostly_slow(STREAMS, ("none", 0), ("none", 3), ("memory", 2), ("disk", 2))
-)
+@pytest.mark.parametrize(("cache", "workers"), mostly_slow(STREAMS, ("none", 0), ("none", 3), ("memory", 2)))
 def test_it_trains_to_the_bits_of_memory(
     root: Path, in_memory: dict[str, torch.Tensor], cache: Any, workers: int | None
 ) -> None:
@@ -89,11 +87,15 @@ def test_without_augmentation_too_and_with_hidden_labels(root: Path) -> None:
     assert_same(ended(folder(root, cache="none", **options)), ended(folder(root, **options)))
 
 
+@pytest.fixture(scope="module")
+def float64_in_memory(root: Path) -> dict[str, torch.Tensor]:
+    return ended(folder(root, cache="memory"), precision="64-true")
+
+
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_several_processes_end_as_one_in_memory(root: Path, devices: int) -> None:
-    options: dict[str, Any] = {"precision": "64-true"}
-    streamed = ended(folder(root, cache="none", num_workers=2), devices, **options)
-    assert_same(streamed, ended(folder(root, cache="memory"), **options), atol=1e-9)
+def test_several_processes_end_as_one_in_memory(root: Path, float64_in_memory: Any, devices: int) -> None:
+    streamed = ended(folder(root, cache="none", num_workers=2), devices, precision="64-true")
+    assert_same(streamed, float64_in_memory, atol=1e-9)
 
 
 def test_evaluation_sees_what_memory_has_in_its_order_also_under_a_limit(root: Path) -> None:
@@ -287,7 +289,7 @@ def test_tiny_imagenets_labels_are_read_from_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": "ram"}, "data.cache ram: expected memory or disk or none"),
+        ({"cache": "ram"}, "data.cache ram: expected memory or none"),
         ({"on_error": "ignore"}, "data.on_error ignore: expected stop or skip"),
         ({"num_workers": -1}, "data.num_workers -1: expected a number of processes: 0, 1, 2, …, at most 512"),
         ({"image_size": 0}, "data.image_size 0: expected at least 1 pixel"),

@@ -49,9 +49,8 @@ def draw(folder: Path, names: list[str], size: tuple[int, int] = (8, 8)) -> None
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A net and its teacher, never trained, beside 13 images, one of them damaged, and other files."""
-    for name, seed in (("kd", 0), ("teacher", 1)):
-        save_net(net(LightNN, seed), SPEC, tmp_path / "seed0" / name, facts())
+    """A net, never trained, beside 13 images, one of them damaged, and other files."""
+    save_net(net(LightNN), SPEC, tmp_path / "seed0" / "kd", facts())
     draw(tmp_path / "images", [f"{number}.png" for number in range(12)])
     (tmp_path / "images" / "5b.png").write_text("no image")
     (tmp_path / "images" / "notes.txt").write_text("a note")
@@ -70,31 +69,25 @@ def call(folder: Path, *flags: str, code: int = 0, inputs: str = "images") -> tu
 
 
 def test_a_table_is_what_the_net_says_of_each_input_once_and_in_order(folder: Path) -> None:
-    said, rows = call(folder, "--top", "3", "--batch_size", "5", "--teacher", "true", code=1)
+    said, rows = call(folder, "--top", "3", "--batch_size", "5", code=1)
     names = sorted(path.name for path in (folder / "images").glob("*.png"))
     assert [row["file"] for row in rows] == names
-    assert list(rows[0]) == [
-        "file", "class", "probability", "class_2", "probability_2", "class_3", "probability_3", "teacher",
-        "teacher_probability",
-    ]  # fmt: skip
+    titles = [("class", "probability"), ("class_2", "probability_2"), ("class_3", "probability_3")]
+    assert list(rows[0]) == ["file", *(title for pair in titles for title in pair)]
     assert "skipped: 1 .txt\n" in said
     assert "1 of 13 inputs can't be read; their lines are empty:\n  5b.png: expected an image that can be read" in said
     whole = [name for name in names if name != "5b.png"]
     pixels = [np.array(Image.open(folder / "images" / name).convert("L")) for name in whole]
     images = (torch.from_numpy(np.stack(pixels))[:, None].float() / 255 - 0.3) / 0.4
     read = [row for row in rows if row["file"] != "5b.png"]
-    for column, kept in (("", "kd"), ("teacher", "teacher")):
-        with torch.no_grad():
-            best = load_net(folder / "seed0" / kept)(images).softmax(1).topk(3)
-        titles = [("class", "probability"), ("class_2", "probability_2"), ("class_3", "probability_3")]
-        for k, (label, probability) in enumerate(titles if not column else [("teacher", "teacher_probability")]):
-            assert [row[label] for row in read] == [str(number) for number in best.indices[:, k].tolist()]
-            found = torch.tensor([float(row[probability]) for row in read])
-            torch.testing.assert_close(found, best.values[:, k], rtol=0, atol=1e-6)
+    with torch.no_grad():
+        best = load_net(folder / "seed0" / "kd")(images).softmax(1).topk(3)
+    for k, (label, probability) in enumerate(titles):
+        assert [row[label] for row in read] == [str(number) for number in best.indices[:, k].tolist()]
+        found = torch.tensor([float(row[probability]) for row in read])
+        torch.testing.assert_close(found, best.values[:, k], rtol=0, atol=1e-6)
     (damaged,) = (row for row in rows if row["file"] == "5b.png")
     assert set(damaged.values()) == {"5b.png", ""}
-    agreeing = sum(row["class"] == row["teacher"] for row in read)
-    assert f"student and teacher agree on {100 * agreeing / 12:.2f} % of 12 inputs" in said
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -217,7 +210,7 @@ def wrong_flags(folder: Path) -> Iterator[tuple[list[str], str]]:
     (folder / "columns.csv").write_text("a,b\n1,2\n")
     save_net(net(LightNN), SPEC, folder / "old")
     known = ["--run", run, "--out", str(folder / "new.csv")]
-    yield ["--inputs", images, *known, "--run", str(folder)], f", {run}, "
+    yield ["--inputs", images, *known, "--run", str(folder)], f"there: {folder / 'old'}, {run}"
     yield ["--inputs", images, *known, "--run", str(folder / "old")], "this one is of an older version"
     yield ["--inputs", images], "--run (nothing): expected a net's folder"
     yield known, "--inputs (nothing): expected a folder of images or texts"

@@ -1,17 +1,12 @@
-"""A student that leaves: files that answer where this project is not, the card, the push to a hub."""
+"""A student that leaves: files that answer where this project is not, the card."""
 
-import base64
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import sysconfig
-import threading
 from argparse import Namespace
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -25,7 +20,7 @@ from torchvision import models
 
 from apprentice.errors import BadInput
 from datamodules.preparation import Kind, Preparation
-from deploy import card, hub, students, writers
+from deploy import card, students, writers
 from deploy import export as exports
 from deploy.export import TEMPLATES, export_net
 from deploy.export_folder import FOLDER, ONNX, PROGRAM, metadata
@@ -242,7 +237,6 @@ def test_what_can_not_be_exported_is_one_line(tmp_path: Path, refusal: Refusal) 
         (["--out", "null"], "--out null: expected a folder, as exported"),
         (["--out", "/proc/new"], "--out /proc/new: expected a folder that can be written"),
         (["--out", tmp_path / "file"], f"--out {tmp_path / 'file'}: expected a folder that can be written"),
-        (["--push_public", "true"], "--push_public true: expected --push NAME/MODEL beside it"),
         (["--checkpoint_every", "9"], "--checkpoint_every 9: not allowed, as nothing is trained"),
     ]:
         assert refusal(export.main, *given, *flags) == line
@@ -270,116 +264,6 @@ def test_use_py_answers_for_deep_images_and_where_the_commit_is_unknown(
     for images in seen:
         np.testing.assert_array_equal(np.rint((images * 0.4 + 0.3) * 255)[0, 0, 0, :4], [0, 1, 117, 255])
     assert [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()] == ["3", "3"]
-
-
-class Stub(BaseHTTPRequestHandler):
-    """A hub with room for one model; it keeps what is committed."""
-
-    files: dict[str, bytes]
-    wishes: list[Any]
-    refuses = False
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.answer(404, {"error": "there is none"})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        address = f"http://127.0.0.1:{self.server.server_port}/me/model"  # type: ignore[attr-defined]
-        if self.refuses:
-            self.answer(403, {"error": "this token may not write"})
-        elif self.path.endswith("/repos/create"):
-            self.wishes.append(json.loads(body))
-            self.answer(200, {"url": address, "id": "1", "name": "me/model"})
-        elif "preupload" in self.path:
-            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
-            self.answer(200, {"files": files})
-        elif "/commit/" in self.path:
-            for entry in map(json.loads, body.splitlines()):
-                if entry["key"] == "file":
-                    self.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self.answer(200, {"commitUrl": f"{address}/commit/{'a' * 40}", "commitOid": "a" * 40, "success": True})
-        else:
-            self.answer(200, {"errors": [], "warnings": []})
-
-    def answer(self, code: int, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Stub]]:
-    """A hub at an address that huggingface_hub is told by the environment."""
-    kind = type("Kind", (Stub,), {"files": {}, "wishes": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, value in {
-            "ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HOME": str(tmp_path),
-            "TOKEN": "t",
-        }.items():
-            monkeypatch.setenv(f"HF_{name}", value)
-        yield kind
-        server.shutdown()
-
-
-def afresh(main: Any, *arguments: Any) -> None:
-    """Call a function where huggingface_hub reads the environment anew."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
-        del sys.modules[name]
-    main(*arguments)
-
-
-@pytest.mark.extras("huggingface_hub")
-def test_a_folder_is_pushed_whole_and_a_refusal_is_one_line(stub: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
-    folder.mkdir()
-    (folder / "README.md").write_text("---\nlibrary_name: onnx\n---\n# A net\n")
-    (folder / "model.onnx").write_bytes(bytes(range(256)))
-
-    def call() -> None:
-        print(hub.push(folder, "me/model", private=True))
-
-    said = Run(afresh, call, log=tmp_path / "log").check()
-    assert said.splitlines()[-1].endswith("/me/model")
-    assert stub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert stub.wishes == [{"name": "model", "organization": "me", "visibility": "private"}]
-
-    def refused() -> None:
-        with pytest.raises(BadInput, match=r"push me/model: expected a repository .*; \w+: .*403") as error:
-            hub.push(folder, "me/model", private=True)
-        assert "\n" not in str(error.value)
-
-    stub.refuses = True
-    Run(afresh, refused, log=tmp_path / "refused").check()
-    with pytest.raises(BadInput, match="push a//b: expected a repository's name"):
-        hub.check_repo("a//b")
-
-
-@pytest.mark.extras("onnxruntime", "onnxscript", "safetensors", "huggingface_hub")
-def test_the_page_s_push(stub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    (command,) = re.findall(r"^python experiments/export.py(.*--push.*)$", page, re.MULTILINE)
-    names = {"NAME/MODEL": "me/model", "RUN/seed0/kd": str(tmp_path / "net"), "exported": str(tmp_path / "exported")}
-    flags = [names.get(flag, flag) for flag in shlex.split(command)]
-    save_net(net(LightNN), spec("lit_modules.nets.LightNN", {"input_shape": SHAPE}), tmp_path / "net", facts())
-
-    def write(folder: Path, out: Path) -> dict[str, str]:  # for real: the tests above
-        out.mkdir()
-        for name in FILES:
-            (out / name).write_text(f"{folder}")
-        return {}
-
-    monkeypatch.setattr(exports, "export_net", write)
-    said = Run(afresh, export.main, flags, log=tmp_path / "log").check()
-    assert set(stub.files) == set(FILES)
-    assert said.rstrip().endswith("/me/model")
 
 
 def test_what_can_not_leave_is_one_line(tmp_path: Path, refusal: Refusal) -> None:

@@ -17,7 +17,7 @@ from harness import cli
 from harness.reports.bakeoff.notes import notes
 from harness.reports.bakeoff.plots import picture
 from harness.reports.bakeoff.table import table
-from harness.reports.charts import Dot, Style, lines_picture, spread
+from harness.reports.charts import Style, spread
 from harness.reports.combine import combine
 from harness.runs.plans import arms
 from harness.studies import zoo
@@ -120,7 +120,7 @@ def test_rows() -> None:
     variants, students = dict.fromkeys(("ce", "kd")), dict.fromkeys(("a", "b"))
 
     def rows(students: Any, *only: str) -> list[str]:
-        return list(cli.rows(Namespace(variants=variants, students=students, only=[*only] or None)))
+        return list(cli.arm_names(Namespace(variants=variants, students=students, only=[*only] or None)))
 
     assert rows({}) == ["ce", "kd"]
     assert rows({}, "kd") == ["kd"]
@@ -256,23 +256,6 @@ def test_210_nets_differ_by_colour_marker_or_dash_and_neighbours_by_each() -> No
         assert one.color != other.color
         assert one.marker != other.marker
         assert one.dash != other.dash
-
-
-@pytest.mark.drawn
-def test_ticks_that_would_touch_have_no_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    boxes: list[Any] = []
-    save = Figure.savefig
-
-    def saved(figure: Any, *args: Any, **kwargs: Any) -> None:
-        save(figure, *args, **kwargs)
-        labels = [label for label in figure.axes[0].get_xticklabels() if label.get_visible() and label.get_text()]
-        boxes.extend(label.get_window_extent() for label in labels)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-    places = [100.0, 101.0, 102.0, 400.0, 100_000.0]
-    lines_picture([Dot("kd", [0.5, 0.6], place, 0) for place in places], "batch size")
-    assert len(boxes) == 3
-    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 @pytest.mark.drawn

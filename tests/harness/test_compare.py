@@ -20,7 +20,7 @@ from harness.studies.compare import compare, load_runs, text
 from harness.studies.compare.comparison import CONFOUNDED
 from harness.studies.compare.page import markdown
 from lit_modules.tasks import BITS
-from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, quantized, results, student, teacher
+from tests.bake_off_facts import CE, FAILED, KD, TEST, gpt, header, results, student, teacher
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def test_failed_seeds_are_left_out_and_named(runs):
     ({"data": {**header().data, "train": 900}}, "other data (train 900, not 1257)"),
     ({"data": {**header().data, "name": "MNIST"}}, "other data (name MNIST, not Digits)"),
     ({"classes": ["cat", "fish"]}, "other data (of other classes)"),
-    ({"config": header(seed=1).config}, "other data (data.seed 1, not 0)"),
+    ({"fingerprint": {"train": "a", "test": "b"}}, "other data (other samples in train and test)"),
     ({"seeds": [7, 8, 9]}, "no seed in common (7, 8 and 9)"),
 ])  # fmt: skip
 def test_what_is_not_comparable_says_why(runs, changes, said):
@@ -107,22 +107,13 @@ def test_settings_that_choose_no_samples_are_comparable(runs):
     assert found["t8/kd"]["delta"]["low"] is not None
 
 
-def test_limits_choose_the_samples_that_they_leave(runs):
-    def limited(count, **changes):
-        return {"config": configured(**changes), "data": {**header().data, "test": count}}
-
-    whole = header().data["test"]
-    found, notes = rows(
-        runs("t4"),
-        runs("all", **limited(whole, trainer__limit_test_batches=999, trainer__num_sanity_val_steps=0)),
-        runs("part", **limited(128, trainer__limit_test_batches=1)),
-        runs("seen", config=configured(trainer__limit_val_batches=1), data={**header().data, "validation": 7}),
-        runs("drawn", **limited(whole, trainer__limit_test_batches=1, data__test_size=300)),
-    )
-    assert {name: found[f"{name}/kd"]["delta"]["low"] is not None for name in ("all", "part", "seen", "drawn")} == {
-        "all": True, "part": False, "seen": True, "drawn": False,
-    }  # fmt: skip
-    assert any(note.startswith("drawn is not compared with t4/ce: other data (data.test_size 300,") for note in notes)
+def test_limits_and_sizes_are_told_by_the_samples_that_they_leave(runs):
+    limits = {"trainer__limit_test_batches": 1, "trainer__limit_val_batches": 1, "data__test_size": 300}
+    config = configured(trainer__num_sanity_val_steps=0, **limits)
+    of_part = {**header().data, "test": 128}
+    found, notes = rows(runs("t4"), runs("seen", config=config), runs("part", config=config, data=of_part))
+    assert found["seen/kd"]["delta"]["low"] is not None
+    assert found["part/kd"]["delta"]["low"] is None
     assert not any("differ in settings" in note for note in notes)
 
 
@@ -177,17 +168,13 @@ def test_methods_and_where_a_run_ran_are_no_settings(runs):
     assert "t8/kd (+2.00)" in next(note for note in notes if "beyond the noise" in note)
 
 
-def test_another_root_is_another_image_folder(runs):
-    data = {**header().data, "name": "ImageFolder"}
-    _, notes = rows(runs("a", data=data), runs("b", data=data, config=header(root="b").config))
-    assert any("data.root b, not a" in note for note in notes)
-
-
 def test_nets_and_tokens_are_known_by_content_wherever_they_lie(runs):
     """Of a run whose teacher's folder has moved there is a verdict; of one whose teacher is another, none."""
 
     def loaded(place, rope=1.0, content="aa"):
-        config = configured(data__tokenizer=place, teacher={"class_path": "x.Net", "init_args": {"name": place}})
+        config = configured(
+            data__root=place, data__tokenizer=place, teacher={"class_path": "x.Net", "init_args": {"name": place}}
+        )
         origin = {"configuration": {"model": {"rope": rope}}, "content": content}
         return {"config": config, "origins": {"teacher": origin}, "fingerprint": {"train": "same"}}
 
@@ -374,6 +361,10 @@ all runs: data(block_size=64, batch_size=12); model(lr=0.003); trainer.max_steps
 a: net GPT(num_layers=4)
 b: net GPT(num_layers=6)
 
+Objectives:
+a/gpt: GPT(num_layers=4)
+b/gpt: GPT(num_layers=6)
+
 Saved report.html, compare.md, .png and .json in x
 """
     )
@@ -381,24 +372,15 @@ Saved report.html, compare.md, .png and .json in x
 
 
 def test_language_models_trained_otherwise_get_no_verdict(runs):
-    longer = runs("b", gpt([2.8, 2.9], trainer__max_steps=200, temperature=0.1))
-    found, notes = rows(runs("a", gpt([3.0, 3.1])), longer, runs("c", gpt([2.8, 2.9], data__path="other")))
+    longer = runs("b", gpt([2.8, 2.9], trainer__max_steps=200, temperature=0.1, data__block_size=32))
+    other = runs("c", gpt([2.8, 2.9], data__path="other"), fingerprint={"train": "other"})
+    found, notes = rows(runs("a", gpt([3.0, 3.1])), longer, other)
     assert found["b/gpt"]["delta"]["mean"] == -0.2
     assert found["c/gpt"]["delta"]["mean"] is None
     assert notes == [
-        "c is not compared with a/gpt: other data (data.path other, not None).",
-        f"b and a differ in settings: trainer.max_steps. {CONFOUNDED}",
+        "c is not compared with a/gpt: other data (other samples in train).",
+        f"b and a differ in settings: data.block_size, trainer.max_steps. {CONFOUNDED}",
     ]
-
-
-def test_blocks_of_another_size_predict_the_same_tokens_unless_these_are_limited(runs):
-    a, b = gpt([3.0, 3.1]), gpt([2.8, 2.9], data__block_size=32)
-    found, notes = rows(runs("a", a), runs("b", b))
-    assert found["b/gpt"]["delta"]["mean"] == -0.2
-    assert notes == [f"b and a differ in settings: data.block_size. {CONFOUNDED}"]
-    for each in (a, b):
-        each["config"]["trainer"]["limit_test_batches"] = 1
-    assert rows(runs("c", a), runs("d", b))[0]["d/gpt"]["delta"]["mean"] is None
 
 
 def test_students_on_text_and_language_models_are_in_one_table(runs):
@@ -426,66 +408,9 @@ student  —                  GPT"""
     )
 
 
-# Runs of quantize.py
-
-
-def test_formats_are_compared_with_float32_of_the_first(runs, capsys):
-    machine = {"cpu": "other", "threads": 1}
-    main([runs("a", quantized()), runs("b", quantized(0.95, freeze_epoch=3), hardware=machine), "--out", "x"])
-    assert (
-        capsys.readouterr().out
-        == """\
-run/format  data        seeds  accuracy, %  Δ to a/float32, points   KiB  ms, batch 1  ms, batch 16
-----------  ----------  -----  -----------  ----------------------  ----  -----------  ------------
-a/float32   Digits 900      1        90.00                       —  86.3        0.500          1.30
-a/int8-qat  Digits 900      1        89.00                   -1.00  27.5        0.500          1.30
-b/float32   Digits 900      1        90.00                    0.00  86.3        0.500          1.30
-b/int8-qat  Digits 900      1        95.00                   +5.00  27.5        0.500          1.30
-
-Accuracy on 100 test samples. Δ: difference to a/float32.
-One net a format: a difference has no interval, so nothing here says that it is more than noise.
-Latencies were measured on different machines: they don't compare.
-
-What differs and may move results:
-
-setting       a  b
-------------  -  -
-freeze_epoch  2  3
-
-What differs and moves nothing but times, and figures by rounding:
-
-setting  a    b
--------  ---  -----
-cpu      EPY  other
-
-Settings:
-all runs: data Digits(batch_size=128); objective CrossEntropy
-a: freeze_epoch 2
-b: freeze_epoch 3
-
-Saved report.html, compare.md, .png and .json in x
-"""
-    )
-    assert Path("x/compare.png").stat().st_size
-
-
-def test_a_format_that_was_not_measured_has_no_figures(runs):
-    found = quantized()
-    found["rows"][0] |= {"bytes": None, "latency_ms": {}}
-    shown = text(compare(load_runs([runs("a", found)]))).splitlines()[2].split()
-    assert shown[-3:] == ["—", "—", "—"]
-
-
-def test_formats_on_other_data_have_no_difference(runs):
-    found, notes = rows(runs("a", quantized()), runs("b", quantized(), data=quantized()["data"] | {"test": 5}))
-    assert found["b/float32"]["delta"]["mean"] is None
-    assert notes[0] == "b is not compared with a/float32: other data (test 5, not 100)."
-
-
 MEASURES = {
     "kd": (results(), "a run of kd.py measured by accuracy", "accuracy"),
     "gpt": (gpt([3.0]), "a run of gpt.py, or of kd.py on texts", "bits per character"),
-    "quantize": (quantized(), "a run of quantize.py", "accuracy"),
 }
 
 
@@ -504,11 +429,8 @@ def test_runs_of_different_measures_are_refused_in_one_line(runs, refusal, first
         )),
     )),
     *((gpt([3.0]), changes) for changes in (
-        {"runs": []}, {"runs": [{"test_bpc": 3.0}]}, {"seeds": [0, 1]}, {"metric": None}, {"config": [1]},
-    )),
-    *((quantized(), changes) for changes in (
-        {"rows": None}, {"rows": []}, {"rows": [{"format": "float32"}]}, {"config": None}, {"hardware": [1]},
-        {"data": {"train": 9}},
+        {"students": {"gpt": {"test_bpc": 3.0}}}, {"seeds": [0, 1]}, {"metric": None}, {"config": [1]},
+        {"hardware": [1]}, {"data": {"train": 9}},
     )),
 ])  # fmt: skip
 def test_damaged_runs_are_refused_in_one_line(runs, refusal, found, changes):
@@ -535,29 +457,6 @@ def test_first_run_without_ce_gives_no_differences(runs, capsys):
 def test_names_are_as_short_as_tells_runs_apart(runs):
     found = load_runs([runs("a/t4"), runs("b/t4"), runs("b/t8")])
     assert [run.name for run in found] == ["a/t4", "b/t4", "t8"]
-
-
-@pytest.mark.drawn
-def test_the_picture_is_drawn_against_a_setting(runs, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("harness.studies.compare.page.lines_picture", lambda *of: drawn.append(of) or b"")
-    config = results().config
-    folders = [runs(f"t{n}", config={**config, "temperature": n, "other": "x"}) for n in (40, 1.5)]
-    main([*folders, "--against", "temperature"])
-    ((dots, axis),) = drawn
-    assert axis == "temperature"
-    assert [(dot.name, dot.cost, dot.group) for dot in dots if dot.name == "kd"] == [("kd", 40, 1), ("kd", 1.5, 1)]
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"), [("temperature", "in tNone it is —"), ("other", "in t4 it is x"), ("same", "in all it is 3")]
-)
-def test_a_picture_needs_a_setting_that_differs_by_numbers(runs, refusal, flag, value):
-    config = results().config
-    folders = [runs(f"t{n}", config={**config, "temperature": n, "other": "x", "same": 3}) for n in (4, None)]
-    line = refusal(main, *folders, "--against", flag)
-    assert line.startswith(f"--against {flag}: expected a setting ")
-    assert line.endswith(value)
 
 
 def test_default_folder(runs, capsys):
@@ -591,14 +490,11 @@ def test_one_seed(runs):
     assert any("One seed gives no interval" in note for note in notes)
 
 
-def test_data_sets_say_which_options_choose_samples():
+def test_data_sets_say_which_options_change_nothing():
     for name in ("Digits", "MNIST", "CIFAR10", "Shakespeare"):
         assert "root" in getattr(datamodules, name).free_options
     for kind in (datamodules.InMemoryData, datamodules.ImageFolder, datamodules.LabelledText):
         assert "root" not in kind.free_options
-    training = {"batch_size", "augment", "transforms", "mixup", "cutmix", "labelled", "labelled_by"}
-    training |= {"augment_repeats", "balanced", "class_weights"}
-    assert datamodules.ImageFolder.training_options == training
 
 
 def test_bad_input_is_one_line(runs, refusal, tmp_path, capsys):
@@ -611,7 +507,7 @@ def test_bad_input_is_one_line(runs, refusal, tmp_path, capsys):
     assert "unrecognized arguments: --ou" in refusal(main, t4, "--ou", "x")
     assert f"{tmp_path}/no: expected" in refusal(main, t4, tmp_path / "no")
     assert "given twice" in refusal(main, t4, f"{tmp_path}/half/../t4")
-    said = f"{other}: expected a run of kd.py, gpt.py or quantize.py; this one is of pipeline.py"
+    said = f"{other}: expected a run of kd.py or gpt.py; this one is of pipeline.py"
     assert refusal(main, other) == refusal(main, t4, other) == said
     assert "this one has loss" in refusal(main, t4, losses)
     assert f"--out {half} --resume true" in refusal(main, half)

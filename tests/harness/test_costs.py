@@ -149,7 +149,7 @@ def test_a_student_that_has_stopped_is_measured_with_its_teacher() -> None:
     """The ranks have trained: in the process that measures, the fit of several ranks has not ended."""
     module = distillation(["hint"])
     module.failed["hint"] = {}
-    assert not module.asked().teacher
+    assert not module.step_request().teacher
     module.timed_steps("hint", images())[0.0]().backward()
 
 

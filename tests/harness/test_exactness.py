@@ -135,3 +135,10 @@ def test_a_run_says_what_it_is_and_grows_as_it_was_made(
     whole, grown = nets(tmp_path / "whole"), nets(exact)
     assert whole.keys() == grown.keys()
     assert all(torch.equal(tensor, grown[name]) for name, tensor in whole.items())
+
+
+def test_a_method_with_a_memory_of_all_samples_can_be_exact(tmp_path: Path) -> None:
+    """Its buffers change once a global batch, not in a shard."""
+    flags = ["--data", "Digits", "--data.train_size", "150", "--teacher", "LightNN", "--only", "crd", "--seeds", "1"]
+    kd.main([*flags, "--trainer.max_epochs", "1", "--exact", "4", "--out", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "results.json").is_file()

@@ -136,7 +136,7 @@ def test_a_name_of_other_programs_leads_to_a_flag_that_exists(name: str) -> None
     ("flag", "near"),
     [
         ("lr", "--optimizer.lr"), ("gpus", "--trainer.devices"), ("epochs", "--trainer.max_epochs"),
-        ("seed", "--seeds, --data.seed"), ("aug-repeats", "--data.augment_repeats"), ("amp", "--trainer.precision"),
+        ("seed", "--seeds, --data.seed"), ("cut-mix", "--data.cutmix"), ("amp", "--trainer.precision"),
         ("output-dir", "--out"), ("grad-clip-val", "--trainer.gradient_clip_val"), ("lerning_rate", "--optimizer.lr"),
     ],
 )  # fmt: skip

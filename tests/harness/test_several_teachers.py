@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from deploy.net_path import teachers_beside
 from experiments import compare, kd
-from harness.runs.nets import load_net, read_facts
-from lit_modules.nets import Ensemble
+from harness.runs.nets import read_facts
 from tests import forked_jobs
 from tests.commands import nets, results, start
 from tests.training import assert_same
@@ -140,13 +138,3 @@ def test_a_method_of_several_nets(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_wrong_teachers_are_refused_in_one_line(flags: list[str], line: str, refusal: Callable[..., str]) -> None:
     assert refusal(kd.main, *flags).startswith(line)
-
-
-def test_predictions_are_beside_the_teachers_of_the_student(several: Path) -> None:
-    from deploy.predict import _load
-
-    _, loaded = _load(str(several / "seed0" / "mix"), with_teacher=True)
-    images = torch.rand(3, 1, 8, 8)
-    members = [load_net(several / "seed0" / name) for name in ("teacher", "teacher-big")]
-    expected: Any = Ensemble(members, [3.0, 1.0])(images)
-    assert torch.equal(loaded["teacher"](images), expected)

@@ -34,7 +34,7 @@ from tests.training import assert_same, net
 EARLIER = {
     "ddp": "strategies.ddp.DDP", "fsdp": "strategies.fsdp.FSDP", "hsdp": "strategies.hsdp.HSDP",
     "pipeline": "strategies.pipeline.PipelineStrategy", "ddp_zero1": "strategies.zero1.ZeRO1",
-    "param_server": "lab.strategies.param_server.ParamServer", "rpc_hybrid": "lab.strategies.rpc_hybrid.RPCHybrid",
+    "param_server": "lab.strategies.param_server.ParamServer",
     "local_sgd": "lab.strategies.local_sgd.LocalSGD", "ddp_ring": "lab.strategies.ddp_ring.DDPRing",
 }  # fmt: skip
 HERE = __name__

@@ -19,7 +19,7 @@ from harness.runs import records, safepoints
 from harness.runs.plans import FitPlan
 from harness.runs.safepoints import SafePoints
 from harness.runs.session import session
-from harness.studies import bakeoff, side_by_side
+from harness.studies import side_by_side
 from harness.studies.compare.pool import pool
 from harness.studies.compare.runs import load_run
 from harness.studies.tuning import halving as tuning
@@ -156,7 +156,7 @@ def test_a_test_sample_is_read_once_for_each_fit_of_the_table(
         return lambda *of, **more: seen.append((name, {*Counted.counts.tolist()})) or own(*of, **more)
 
     monkeypatch.setattr(tuning.Tuning, "facts", at("tuned", tuning.Tuning.facts))
-    monkeypatch.setattr(bakeoff, "combine", at("tested", bakeoff.combine))
+    monkeypatch.setattr(side_by_side, "combine", at("tested", side_by_side.combine))
     text = ["--data.path", str(written(tmp_path, 900))] if flags is OF_TEXT else []
     chosen = ["--data", f"{__name__}.{data}", *text]
     kd.main([*flags, "--tune_seeds", "1", *chosen, "--out", str(tmp_path / "run")])

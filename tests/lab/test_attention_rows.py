@@ -54,16 +54,6 @@ def test_texts_of_unequal_length() -> None:
     assert tutorials_lengths(32, 512, 3) == tutorials_lengths(32, 512, 3)
 
 
-def test_a_window_in_bands_is_its_mask() -> None:
-    row = Case("windows", "float64", 1, 600, 2, 4, window=20, backward=True)
-    found = []
-    for masked in (True, False):
-        with open_call(replace(row, masked=masked), CPU) as call:
-            found.append(call())
-    for mask, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, mask, rtol=0, atol=1e-12)
-
-
 def test_operations_of_a_block() -> None:
     row = Case("blocks", "float32", 2, 4, 2, 3, block=True, causal=False, lengths=(4, 2))
     assert row.operations == 4 * 6 * (16 + 4) + 2 * 6 * 18 * 6 + 2 * 6 * 6 * 6

@@ -85,22 +85,6 @@ def counted(row: dict[str, Any]) -> float:
     return pairs * width * 2 * 2 * (3.5 if row["backward"] else 1) + projections * (3 if row["backward"] else 1)
 
 
-def test_windows_and_decoding_are_rows(tmp_path: Path) -> None:
-    flags = ["--lengths", "16", "600", "--window", "3", "--heads", "4", "--cache_lengths", "40", "--backends", "math"]
-    attention.main([*QUICK, "--parts", "windows", "decoding", *flags, "--out", str(tmp_path)])
-    by_name = rows(tmp_path)
-    row = by_name["decoding: math 4 over 1, float32, 1 x 40, forward"]
-    assert (row["kernel"], row["refused"]) == ("math", None)
-    assert row["tflops_per_second"] == pytest.approx(2 * 2 * 40 * 4 * 8 / row["microseconds"] / 1e6)
-    assert sum(name.startswith("decoding") for name in by_name) == 2  # over 4 heads, a quarter and 1
-    page = (tmp_path / "results.md").read_text()
-    assert "| float32 | 4 over 4 | 40 | 256 |" in page
-    assert "| float32 | 4 over 1 | 40 | 64 |" in page
-    assert "µs: all | mask of 3 | bands of 3 | MiB: all | mask of 3 | bands of 3 |" in page
-    for kind in ("auto", "mask of 3", "bands of 3"):
-        assert by_name[f"windows: {kind}, float32, 1 x 600, forward + backward"]["refused"] is None
-
-
 def test_threads_are_those_that_torch_has(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     torch.set_num_threads(2)  # starts none

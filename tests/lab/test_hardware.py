@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from apprentice.errors import BadInput
 from experiments import hardware
-from harness import cli
 from harness.cli.messages import one_line
 from lab.studies.hardware import Bench
 from lab.studies.hardware.cases import Cases
@@ -109,10 +107,10 @@ def test_shares_are_shares(run: Path) -> None:
 
 @pytest.mark.slow
 def test_powersgd_sends_far_less_and_rpc_is_not_counted(tmp_path: Path) -> None:
-    only = ["--only", "ddp", "ddp_powersgd", "rpc_hybrid", "--trainer.devices", "2"]
+    only = ["--only", "ddp", "ddp_powersgd", "param_server", "--trainer.devices", "2"]
     hardware.main([*LIGHT, *only, "--out", str(tmp_path / "run")])
     by_name = rows(tmp_path / "run")
-    assert by_name["rpc_hybrid"]["bytes_sent_per_step"] is by_name["rpc_hybrid"]["hidden_share"] is None
+    assert by_name["param_server"]["bytes_sent_per_step"] is by_name["param_server"]["hidden_share"] is None
     assert by_name["ddp_powersgd"]["bytes_sent_per_step"] < by_name["ddp"]["bytes_sent_per_step"] / 5
     assert 1e-9 < by_name["ddp_powersgd"]["max_difference"] < 1
 
@@ -196,7 +194,7 @@ def test_rows_are_all_strategies_that_fit() -> None:
     assert set(names) >= {"single", "ddp", "ddp_zero1", "fsdp", "hsdp", "local_sgd", "ddp_fp16", "ddp_powersgd"}
     assert {"ddp-exact", "ddp_zero1-exact", "pipeline", "model_parallel", "pipeline-exact"} <= set(names)
     assert not {"ddp_fork", "ddp_spawn", "fsdp-exact"} & set(names)
-    assert set(skipped) == {"DataParallel", "model_parallel-exact"}  # which has one micro-batch
+    assert set(skipped) == {"model_parallel-exact"}  # which has one micro-batch
     assert {row.exact for row in cases} == {None, 8}
     assert {row.options["timeout"] for row in cases if row.options} == {300.0}  # a rank that hangs costs no half hour
 
@@ -294,15 +292,6 @@ def test_what_was_not_measured_is_told_apart_from_nothing() -> None:
     assert "Net on Data" in page
     assert "single 2, fsdp 1" in page
     assert "hsdp: no." in page
-
-
-def test_a_module_is_split_over_gpus_by_torchs_own_wrapper() -> None:
-    config = hardware.parser().parse([])
-    data = cli.build(config.data, "data")
-    data.setup()
-    module: LightningModule = hardware.classifier(config, data, split=True)
-    plain = hardware.classifier(config, data).state_dict()
-    assert {name.replace("net.module.", "net.", 1) for name in module.state_dict()} == set(plain)
 
 
 def test_an_error_in_a_process_of_its_own_is_the_cause() -> None:

@@ -5,7 +5,6 @@ import itertools
 import json
 import statistics
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,25 +180,6 @@ def test_the_tutorials_figures_stand_beside_its_own_experiment() -> None:
     assert {line[-1] for line in lines} == {"—"}
 
 
-@pytest.mark.filterwarnings("ignore:.*BatchNorm sees:UserWarning")  # it is only timed
-def test_a_net_is_split_within_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "TWO", ("cpu", "cpu"))
-    rows = study(["--trainer.devices", "2"], batch=6, sizes=(4,), cut=Cut("after 1", [1, 2]))
-    rows._gpus = 2
-    whole, half = rows.inside(4)
-    assert whole.name == "split in one process after 1"
-    assert half.name == "split in one process after 1, split size 4"
-    layers = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)]
-    module = partial(pipeline.module, layers)
-    bench = Bench(module, partial(Noise, 6, (6,), 4, seed=0), batches=1, repeats=1)
-    with quiet():
-        assert [module(row).layers[0].split_size for row in (whole, half)] == [None, 4]  # type: ignore[union-attr]
-        facts, timeline = bench.measure(half)
-    assert facts == {**facts, "schedule": None, "num_microbatches": 2}
-    assert half.bubble_bound == 2 * 2 / 3
-    assert timeline["events"] == []
-
-
 def study(flags: list[str], batch: int = 120, sizes: tuple[int, ...] = (8,), cut: Cut | None = None) -> Cases:
     config = pipeline.parser().parse(flags)
     return Cases(Namespace(trainer=config.trainer, batch_size=batch, split_sizes=sizes), SCHEDULES, cut)
@@ -223,8 +203,6 @@ def test_bounds_on_more_ranks_and_cuts_that_fit() -> None:
     labels = {row.schedule: row.name for row in rows.side_by_side(8)}
     assert labels["GPipe"] == "GPipe into [3,4], split size 8"
     assert labels["LoopedBFS"] == "LoopedBFS by time, split size 8"  # it has four stages
-    assert not rows.inside(8)
-    assert rows.unfit["split in one process"] == "it needs two GPUs"
 
 
 def test_micro_batches_on_one_device_take_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,12 @@ def test_a_net_stays_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -
 METHODS = sorted({*zoo.methods({}).values()} - READS_VALUES - OF_TEXTS - OF_VITS)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "Hint", "RKD", "ReviewKD", "VID"))
+QUICK = [(method, mixed) for method in ("Hint", "RKD", "ReviewKD", "VID") for mixed in (False, True)]
+OF_LABELS = "CrossEntropy", "DKD", "DeiTToken", "NKD", "RLD"
+CASES = {*QUICK, *((method, False) for method in METHODS), *((method, True) for method in OF_LABELS)}
+
+
+@pytest.mark.parametrize(("method", "mixed"), mostly_slow(sorted(CASES), *QUICK))
 def test_an_objective_stays_on_its_device(method: str, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     student = nets.ViT(**VIT, distillation_token=True) if method == "DeiTToken" else nets.ResNet(8)
     module = Distillation(nets.ResNet(8), {"a": (student, getattr(objectives, method)())}, samples=SAMPLES)

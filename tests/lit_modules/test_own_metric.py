@@ -9,10 +9,9 @@ from torchmetrics.functional.classification import multiclass_auroc
 
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
-from lit_modules.nets.recorded import rebuild, to_plain
+from lit_modules.nets.specs import rebuild, to_plain
 from lit_modules.objectives import CrossEntropy
 from lit_modules.tasks import Classification, OwnMetric
-from tests.grids import mostly_slow
 from tests.training import digits, distil, fit, on, trainer
 
 F1 = OwnMetric("torchmetrics.classification.MulticlassF1Score", {"num_classes": 10, "average": "weighted"})
@@ -50,9 +49,8 @@ def test_it_is_that_of_torchmetrics(metric: OwnMetric) -> None:
     assert f"ce/val/{score}" in module.training_log.epochs[-1]
 
 
-@pytest.mark.parametrize("place", mostly_slow(["ddp 2 exact 3", "ddp 3 exact 3"], "ddp 2 exact 3"))
-def test_ranks_give_the_same_bits(place: str) -> None:
-    one, other = (fit(made(ORDERED), digits(validation_size=40), **on(spot)) for spot in ("ddp 1 exact 3", place))
+def test_ranks_give_the_same_bits() -> None:
+    one, other = (fit(made(ORDERED), digits(validation_size=40), **on(f"ddp {n} exact 3")) for n in (1, 2))
     assert one.training_log.epochs == other.training_log.epochs
     assert "ce/val/ordered" in one.training_log.epochs[-1]  # type: ignore[operator, index]
 

@@ -54,8 +54,7 @@ def plain(teacher: nn.Module, student: nn.Module, images: torch.Tensor, labels: 
 LOOPS = {"ce": plain, "kd": soft_targets, "cosine": cosine, "hint": hint}
 
 
-@pytest.mark.parametrize("dropout", mostly_slow([0.0, 0.1], 0.1), ids=["plain", "keyed-dropout"])
-@pytest.mark.parametrize("name", mostly_slow(LOOPS, "kd"))
+@pytest.mark.parametrize(("name", "dropout"), mostly_slow([*((name, 0.1) for name in LOOPS), ("kd", 0.0)], ("kd", 0.1)))
 def test_the_loss_curve_is_the_tutorials(name: str, dropout: float, tmp_path: Path) -> None:
     data = digits(batch_size=64, train_size=400)
     module = Distillation(

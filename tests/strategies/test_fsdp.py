@@ -23,7 +23,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, ResNet
 from lit_modules.objectives import CrossEntropy
-from strategies import DDP, FSDP, HSDP
+from strategies import FSDP, HSDP
 from tests.grids import mostly_slow
 from tests.lit_modules.test_distillation import Poisoned
 from tests.processes import launch
@@ -266,12 +266,6 @@ def goes_on(make: Callable[[], LightningModule], stages: Sequence[tuple[Any, int
         resumed = {"ckpt_path": own / str(2 * stage), "weights_only": True}
 
 
-@pytest.mark.slow
-def test_any_strategy_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
-    fsdp, ddp, hsdp, one = (lambda: FSDP(timeout=60), 2), (lambda: DDP(timeout=60), 3), (HSDP, 4), (lambda: "auto", 1)
-    goes_on(lambda: distillation(["hint"]).double(), [fsdp, ddp, hsdp, one, hsdp, fsdp], tmp_path)
-
-
 def attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: (type(m), {key: len(v) if isinstance(v, dict) else None for key, v in vars(m).items()})
@@ -389,8 +383,8 @@ class Rounded(LitClassifier):
     ("sharding", "precision", "tolerance"),
     [pytest.param({}, "bf16-mixed", 0.03, marks=pytest.mark.slow),
      pytest.param({"param_dtype": "bf16", "reduce_dtype": "bf16"}, "32-true", 0.05, marks=pytest.mark.slow),
-     pytest.param({"param_dtype": "fp16", "activation_checkpointing": True}, "32-true", 0.01, marks=pytest.mark.slow),
-     ({"reduce_dtype": "fp16"}, "32-true", 0.01)],
+     pytest.param({"param_dtype": "fp16", "activation_checkpointing": True}, "32-true", 0.02, marks=pytest.mark.slow),
+     ({"reduce_dtype": "fp16"}, "32-true", 0.02)],
 )  # fmt: skip
 def test_half_precision_stays_near(sharding: dict[str, Any], precision: Any, tolerance: float, tmp_path: Path) -> None:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
-from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, LocalSGD, ParamServer, RPCHybrid
+from lab.strategies import DDPFP16, AllReduce, DDPPowerSGD, LocalSGD, ParamServer
 from lab.studies.meters import hidden_share
 from lit_modules.classifier import LitClassifier
 from strategies import DDP, FSDP, HSDP, DataParallel, ModelParallel, PipelineStrategy, ZeRO1
@@ -36,7 +36,6 @@ STRATEGIES: dict[str, tuple[Callable[..., DataParallel], dict[str, Any], float]]
     "hsdp": (HSDP, {"shard_size": 1}, 1e-9),
     "param_server": (ParamServer, {}, 1e-9),
     "param_server, each": (ParamServer, {"update": "each"}, 1e-9),  # two ranks have one worker, whose order is ddp's
-    "rpc_hybrid": (RPCHybrid, {}, 1e-9),
     "pipeline": (PipelineStrategy, {}, 1e-9),
 }
 STEPS: dict[str, Any] = {"max_epochs": -1, "max_steps": 6, "precision": "64-true"}

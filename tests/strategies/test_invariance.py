@@ -34,11 +34,11 @@ from tests.training import (
     weights,
 )
 
-DEVICES = (2, 3, 8)
+DEVICES = (3, 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "others"), [("students", DEVICES), ("teacher", (3,)), ("resnet8", (3,))])
+@pytest.mark.parametrize(("run", "others"), [("students", DEVICES), ("teacher", (2,)), ("resnet8", (3,))])
 def test_fifty_float64_steps_agree(run: str, others: tuple[int, ...], tmp_path: Path) -> None:
     options = {"max_epochs": -1, "max_steps": 50, "precision": "64-true"}
     one, *several = (outcome(MODULES[run](), digits(), tmp_path, [TAGS[run]], n, **options) for n in (1, *others))
@@ -63,8 +63,8 @@ def test_one_checkpoint_evaluates_to_the_same_counts() -> None:
     module, data = fit(distillation(), digits(train_size=300), max_epochs=3), digits(test_size=None, batch_size=50)
     found = []
     for devices in (1, *DEVICES):
-        with quiet():
-            scores = trainer(devices).test(module, data, verbose=False)[0]
+        with quiet():  # in float64, as in float32 the size of a batch may decide between nearly equal logits
+            scores = trainer(devices, precision="64-true").test(module, data, verbose=False)[0]
         found.append({k: v for k, v in scores.items() if k.endswith("correct")})
     assert all(counts == found[0] for counts in found)
     assert 0 < found[0]["ce/test/correct"] < data.sizes["test"]
@@ -151,12 +151,12 @@ class Several(Plain):
 
 
 CASES = [
-    *(f"ddp {n} exact 8" for n in (1, 2, 3)), "ddp 2", "pipeline 2", "pipeline 2 exact 8", "pipeline 4 in two",
-    "pipeline 4 in two exact 8", "rpc_hybrid 3",
+    "ddp 1 exact 8", "ddp 3 exact 8", "ddp 2", "pipeline 2 exact 8", "pipeline 4 in two", "pipeline 4 in two exact 8",
+    "param_server 3",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3 exact 8", "ddp 2", "pipeline 4 in two", "rpc_hybrid 3"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "ddp 3 exact 8", "ddp 2", "pipeline 4 in two", "param_server 3"))
 def test_each_row_is_predicted_once(case: str, tmp_path: Path) -> None:
     options = on(case.replace(" in two", ""))
     if "in two" in case:

@@ -144,10 +144,10 @@ def test_devices_take_modules_by_their_parameters() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_have_gpus_in_order(processes: int) -> None:
-    dealt = [devices_of(process, [2] * processes, gpus(*range(processes)), gpus=8) for process in range(processes)]
+    dealt = [devices_of(process, 2, gpus(*range(processes)), gpus=8) for process in range(processes)]
     assert [str(device) for devices in dealt for device in devices] == [f"cuda:{i}" for i in range(2 * processes)]
     cpus = [torch.device("cpu")] * processes
-    assert devices_of(processes - 1, [3] * processes, cpus, gpus=0) == [torch.device("cpu")] * 3
+    assert devices_of(processes - 1, 3, cpus, gpus=0) == [torch.device("cpu")] * 3
 
 
 # Checkpoints
@@ -324,11 +324,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         r"split_size: expected outputs with the input's 2 rows first, got \(\)",
     ),
     "GPUs": (
-        lambda: devices_of(0, [2, 2], gpus(0, 1), gpus=3),
+        lambda: devices_of(0, 2, gpus(0, 1), gpus=3),
         "devices 2: expected 4 GPUs, 2 for the stages of each process; there are 3",
     ),
     "chosen GPUs": (
-        lambda: devices_of(0, [2, 2], gpus(1, 3), gpus=4),
+        lambda: devices_of(0, 2, gpus(1, 3), gpus=4),
         r"devices \[1, 3\]: expected a number of processes, which take 2 GPUs each in order",
     ),
 }

@@ -1,6 +1,5 @@
 """The pipeline under modules, data and trainers of others: the same as on one device, in the order of their loaders."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from harness.runs.quiet import quiet
-from lab.strategies import RPCHybrid
-from strategies.base.data_parallel import DataParallel
+from strategies import DDP
 from tests.grids import mostly_slow
 from tests.pipelines import Clock, Plain, Slow, ended, note_places, pairs, pipeline
 from tests.processes import launch
@@ -61,6 +59,45 @@ def test_numbers_in_the_output_are_those_of_the_step(tmp_path: Path) -> None:
     logger = LinesLogger(tmp_path / "lines")
     ended(Counts, pipeline(num_microbatches=2), max_epochs=1, logger=logger, log_every_n_steps=1)
     assert logger.values("calls") == [2.0, 4.0, 6.0, 8.0, 10.0]  # one call was a trial; the first of a step's is told
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, request: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * request
+
+
+class Requests(Plain):
+    """Asks its layers for something else in training, and in a test for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Scaled(6, 6) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, request: float = 1.0) -> torch.Tensor:
+        for layer in self.net:
+            x = layer(x, request=request)
+        return x
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.pipeline_loss(self(batch[0], request=0.5), batch)
+
+    def test_step(self, batch: Any) -> None:
+        self.log("plain", self(batch[0]).square().mean(), batch_size=len(batch[0]))
+        self.log("doubled", self(batch[0], request=2.0).square().mean(), batch_size=len(batch[0]))
+
+
+@pytest.mark.parametrize("exact", [None, 4])
+def test_every_stage_gets_the_request_of_a_call(exact: int | None) -> None:
+    one, module = ended(Requests, exact and DDP(timeout=60, exact=exact), devices=1)
+    both, _ = ended(Requests, pipeline(exact=exact))
+    assert_same(one, both, atol=0 if exact else 1e-9)
+    with quiet():
+        plain, piped = (
+            trainer(count, strategy=strategy, precision="64-true").test(module, DataLoader(pairs(), 8), verbose=False)
+            for count, strategy in ((1, "auto"), (2, pipeline(exact=exact)))
+        )
+    assert piped[0] == pytest.approx(plain[0], abs=1e-6)
+    assert plain[0]["doubled"] != pytest.approx(plain[0]["plain"])
 
 
 class Gathers(Plain):
@@ -183,23 +220,16 @@ def test_a_fit_that_fails_says_why_and_leaves_a_module(tmp_path: Path) -> None:
     assert (tmp_path / "error0").read_text().startswith("ConnectionError: rank 1 has gone")
 
 
-STRATEGIES: dict[str, Callable[[], DataParallel]] = {
-    "pipeline": lambda: pipeline(num_microbatches=3),
-    "rpc_hybrid": lambda: RPCHybrid(timeout=60),
-}
-
-
 class Seeds(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         torch.manual_seed(trainer.global_rank)
 
 
 @pytest.mark.parametrize("shuffle", mostly_slow([False, True], True))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batches_come_in_the_order_of_the_users_own_loader(strategy: str, shuffle: bool) -> None:
+def test_batches_come_in_the_order_of_the_users_own_loader(shuffle: bool) -> None:
     one, both = (
         ended(Plain, made, lambda: DataLoader(pairs(), batch_size=8, shuffle=shuffle), callbacks=[Seeds()])[0]
-        for made in (None, STRATEGIES[strategy]())
+        for made in (None, pipeline(num_microbatches=3))
     )
     assert_same(one, both, atol=1e-9)
 
@@ -228,9 +258,8 @@ class Noisy(Plain):
 
 
 @pytest.mark.filterwarnings("ignore:net.1. noise from torch's generator")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_layers_draw_does_not_part_the_ranks_batches(strategy: str, tmp_path: Path) -> None:
+def test_what_layers_draw_does_not_part_the_ranks_batches(tmp_path: Path) -> None:
     logger = LinesLogger(tmp_path / "lines")
     mixed = DataLoader(Mixed(), batch_size=8)
-    ended(Noisy, STRATEGIES[strategy](), lambda: mixed, max_epochs=1, logger=logger, log_every_n_steps=1)
+    ended(Noisy, pipeline(num_microbatches=3), lambda: mixed, max_epochs=1, logger=logger, log_every_n_steps=1)
     assert logger.values("apart") == [0.0] * 8

@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from harness.runs.quiet import quiet
-from lab.strategies import AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer, RPCHybrid
+from lab.strategies import AllReduce, DDPPowerSGD, DDPRing, LocalSGD, ParamServer
 from strategies import DDP, FSDP, HSDP, PipelineStrategy, ZeRO1
 from tests import strangers
 from tests.training import LinesLogger, trainer
@@ -75,7 +75,6 @@ SETUPS = {
     "fsdp on a mesh": setup(FSDP, 4, 2, mesh={"tensor": 2}),
     "pipelines": setup(PipelineStrategy, 4, 2, data_parallel_size=2),
     "param_server": setup(ParamServer, 3, 2),
-    "rpc_hybrid": setup(RPCHybrid, 3, 1),
     "pipeline": setup(PipelineStrategy, 2, 1),
     "model_parallel": setup(PipelineStrategy, 2, 1, schedule="GPipe", num_microbatches=1),
     "ddp exact": setup(DDP, 2, 1, exact=4),
@@ -231,7 +230,6 @@ SHARDED = ("fsdp", "hsdp")
 NORMS = "expected trainer.strategy.gradient_norm.* in place of grad_norm, as each rank has "
 REFUSALS: list[tuple[Iterable[str], str, str]] = [
     (["param_server"], "manual optimization", "strategy param_server: expected automatic optimization of GAN"),
-    (["rpc_hybrid"], "manual optimization", "strategy rpc_hybrid: expected automatic optimization of GAN"),
     (EXACT, "manual optimization", "exact 4: expected automatic optimization"),
     (PIPELINES, "manual optimization", "expected a module with pipeline_stages; GAN has none"),
     (PIPELINES, "several loaders", "SemiSupervised.training_step: expected one call of forward, got a second"),
@@ -245,7 +243,6 @@ REFUSALS: list[tuple[Iterable[str], str, str]] = [
     (EXACT, "gathered outputs", "expected a .* without collectives"),
     (SHARDED, "gradient penalty", "Penalized: expected reshard_after_forward False, as the loss uses gradients"),
     (PIPELINES, "gradient penalty", "Penalized.training_step: expected no gradient of forward's output"),
-    (["rpc_hybrid"], "gradient penalty", "strategy rpc_hybrid: expected no gradient of forward's output"),
     (SHARDED, "L1", "Lasso: expected reshard_after_forward False and a loss that uses parameters"),
     (PIPELINES, "L1", "Lasso.training_step: expected a loss that uses no parameters"),
     (SHARDED, "a scalar", "net.5.temperature can't be sharded: expected a tensor of one number, not a scalar"),
@@ -306,8 +303,7 @@ FIRST = {
     "fsdp on a mesh": ["gathered outputs"],
     "pipelines": ["gathered outputs"],
     "hsdp": ["tied weights"],
-    "param_server": ["several loaders", "gathered outputs"],
-    "rpc_hybrid": ["predictions"],
+    "param_server": ["several loaders", "gathered outputs", "predictions"],
     "pipeline": ["metrics", "frozen layers", "norms", "L1"],
     "model_parallel": ["a step's schedule"],
     "ddp exact": ["top-k and resume", "manual optimization"],
@@ -321,13 +317,16 @@ def test_numbers_of_one_device(strategy: str, case: str, tmp_path: Path) -> None
     check(case, strategy, tmp_path)
 
 
-# Each has another beside it in the grid.
-ALIKE = {"ddp on 3", "ddp_powersgd", "hsdp", "fsdp, whole", "fsdp on a mesh", "pipelines", "model_parallel"}
+# Of strategies that are one in what a script can see, a case meets one, in turn.
+KINDS = [
+    ["ddp", "ddp_zero1", "ddp_ring", "ddp_allreduce", "local_sgd"], ["fsdp"], ["param_server"],
+    ["pipeline", "pipeline exact"], ["ddp exact", "ddp_zero1 exact"],
+]  # fmt: skip
+OTHERS = [(case, kind[number % len(kind)]) for number, case in enumerate(CASES) for kind in KINDS]
+OTHERS.remove(("norms", "param_server"))  # whose workers have no gradients
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [name for name in SETUPS if name not in ALIKE])
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_under_every_strategy(case: str, strategy: str, tmp_path: Path) -> None:
-    if case not in FIRST[strategy] and (case, strategy) != ("norms", "param_server"):  # whose workers have no gradients
-        check(case, strategy, tmp_path)
+@pytest.mark.parametrize(("case", "strategy"), [pair for pair in OTHERS if pair[0] not in FIRST[pair[1]]])
+def test_every_case_under_every_kind_of_strategy(case: str, strategy: str, tmp_path: Path) -> None:
+    check(case, strategy, tmp_path)

@@ -11,15 +11,15 @@ from harness.studies.compare.comparison import compare
 from harness.studies.compare.page import save, text
 from harness.studies.compare.pool import pool
 from harness.studies.compare.pool import save as save_pool
-from harness.studies.compare.runs import Run, load_run
+from harness.studies.compare.runs import FinishedRun, load_run
 
-__all__ = ["Run", "compare", "load_runs", "pool", "save", "save_pool", "text"]
+__all__ = ["FinishedRun", "compare", "load_runs", "pool", "save", "save_pool", "text"]
 
 
-def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+def load_runs(folders: Sequence[str | Path]) -> list[FinishedRun]:
     """Load runs for one table; BadInput if one is not finished, of another kind, or given twice."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would rename links
-    runs: list[Run] = []
+    runs: list[FinishedRun] = []
     for folder, path in zip(folders, paths, strict=True):
         if path.resolve() in {run.folder.resolve() for run in runs}:
             raise BadInput("RUN", folder, "each run once; this one is given twice")

@@ -3,27 +3,25 @@
 A student of several nets is compared with the first run's `ce` of the net of that name.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from apprentice.errors import BadInput
 from harness.reports.conclusions import conclude
 from harness.reports.endings import ended_early, failures
 from harness.reports.results import Scores, StudentResults
 from harness.reports.uncertainty import Interval, corrected_intervals, paired_differences, paired_interval
-from harness.studies.compare.differences import Difference, differences, objectives_of, set_to, settings_of
+from harness.studies.compare.differences import Difference, differences, objectives_of, settings_of
 from harness.studies.compare.fairness import other_settings, why_not_comparable
-from harness.studies.compare.runs import FormatResults, Run
+from harness.studies.compare.runs import FinishedRun
 from lit_modules.tasks import Metric
 
 CONFOUNDED = "What differs between them may come from these: no verdict."
 
 
 @dataclass(frozen=True)
-class Row:
-    """A run's student, language model or format, as `entry`."""
+class ComparedNet:
+    """A run's student or language model, as `entry`: a row of the table."""
 
     name: str  # in the table
     run: str  # the name of its run
@@ -42,18 +40,17 @@ class Row:
 
     def to_json(self, metric: Metric) -> dict[str, Any]:
         entry = self.entry
-        latency = {"latency_ms": entry.latency_ms} if isinstance(entry, FormatResults) else {}
         return {
             "name": self.name, "run": self.run, "student": self.student, "data": self.data, "seeds": self.seeds,
             metric.name: self.scores, **({"objective": entry.objective} if entry.objective else {}), **entry.figures,
-            **latency, **({"baseline": entry.baseline} if entry.variant else {}),
+            **({"baseline": entry.baseline} if entry.variant else {}),
             "failed": [failure and asdict(failure) for failure in entry.failed], "differences": self.differences,
             "delta": self.delta, "delta_corrected": self.corrected,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Source:
+class ComparedRun:
     """A run in a comparison; `other_settings` are, by flag, its value and the first run's."""
 
     name: str
@@ -62,43 +59,29 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A setting with its number in each run."""
-
-    setting: str
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Finished runs side by side."""
 
     metric: Metric  # what the runs are measured by
-    runs: Sequence[Source]  # in their order
+    runs: Sequence[ComparedRun]  # in their order
     baseline: str | None  # the row that others are compared with, if there is one
-    rows: Sequence[Row]  # in the order of the runs
+    rows: Sequence[ComparedNet]  # in the order of the runs
     notes: Sequence[str]  # sentences below the table
     settings: Mapping[str, str]  # of all runs and of single ones, in words
     objectives: Mapping[str, str]  # what students learnt by, in words
     differences: Sequence[Difference]  # between the runs
-    against: Axis | None = None  # the picture's axis, if it is a setting
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "experiment": "compare", "metric": self.metric.name,
-            **({"against": asdict(self.against)} if self.against else {}), "runs": [vars(run) for run in self.runs],
+            "experiment": "compare", "metric": self.metric.name, "runs": [vars(run) for run in self.runs],
             "baseline": self.baseline, "rows": [row.to_json(self.metric) for row in self.rows], "notes": self.notes,
             "settings": self.settings, "objectives": self.objectives,
             "differences": [vars(difference) for difference in self.differences],
         }  # fmt: skip
 
 
-def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
-    """Compare runs; one with other settings than the first's has intervals but no verdict.
-
-    Raises:
-        BadInput: the runs don't have two numbers or more for the setting `against`, the picture's horizontal axis.
-    """
+def compare(runs: Sequence[FinishedRun]) -> Comparison:
+    """Compare runs; one with other settings than the first's has intervals but no verdict."""
     first, metric, baseline = runs[0], runs[0].metric, runs[0].baseline
     usual = first.experiment.baseline
     baselines = {  # of each row the student of the first run that it is compared with
@@ -107,8 +90,8 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     }
     names = [name for name in dict.fromkeys(baselines[first.name].values()) if name in first.entries]
     bases = {name: _by_seed(first, name) for name in names}
-    other = {run.name: other_settings(run, first) if first.experiment.judged else {} for run in runs}
-    rows: list[Row] = []
+    other = {run.name: other_settings(run, first) for run in runs}
+    rows: list[ComparedNet] = []
     notes: list[str] = []
     if not bases:
         notes.append(f"{first.name}, the first run, has no student called {usual}: no differences are given.")
@@ -126,52 +109,34 @@ def compare(runs: Sequence[Run], against: str | None = None) -> Comparison:
     notes += [f"{', '.join(names)} {sentence}" for sentence, names in confounded.items()]
     if bases and any(set(run.seeds) != set(first.seeds) for run in runs):
         notes.append("Differences are paired over the seeds that a run has in common with the first.")
-    if first.experiment.judged:
-        for name in bases:
-            to = f"{first.name}/{name}"
-            same = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
-            judged = {row.name: row.differences for row in same if row.name != to}
-            notes.append(conclude(to, judged, metric, "compare.json"))
-            corrected = corrected_intervals(judged)
-            rows = [replace(row, corrected=corrected.get(row.name, row.corrected)) for row in rows]
-    else:
-        notes.append("One net a format: a difference has no interval, so nothing here says that it is more than noise.")
-        if any(run.results.hardware != first.results.hardware for run in runs):
-            notes.append("Latencies were measured on different machines: they don't compare.")
+    for name in bases:
+        to = f"{first.name}/{name}"
+        same = [row for row in rows if baselines[row.run][row.student] == name and not other[row.run]]
+        judged = {row.name: row.differences for row in same if row.name != to}
+        notes.append(conclude(to, judged, metric, "compare.json"))
+        corrected = corrected_intervals(judged)
+        rows = [replace(row, corrected=corrected.get(row.name, row.corrected)) for row in rows]
     return Comparison(
         metric=metric,
-        runs=[Source(run.name, str(run.folder), other[run.name]) for run in runs],
+        runs=[ComparedRun(run.name, str(run.folder), other[run.name]) for run in runs],
         baseline=baseline,
         rows=rows,
         notes=[note for note in notes if note],
         settings=settings_of(runs),
         objectives=objectives_of(runs),
         differences=differences(runs),
-        against=_axis(runs, against) if against else None,
     )
 
 
-def _axis(runs: Sequence[Run], setting: str) -> Axis:
-    """Return the setting, and its number in each run."""
-    values = {run.name: run.setting(setting) for run in runs}
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadInput("against", setting, f"a setting with a number in each run; in {name} it is {set_to(value)}")
-    if len({*values.values()}) < 2:
-        (value,) = {*values.values()}
-        raise BadInput("against", setting, f"a setting in which runs differ; in all it is {value}")
-    return Axis(setting, values)
-
-
-def _by_seed(run: Run, name: str) -> dict[int, float | None]:
+def _by_seed(run: FinishedRun, name: str) -> dict[int, float | None]:
     """Return a row's score with each seed."""
     return dict(zip(run.seeds, run.entries[name].scores[run.metric.name], strict=True))
 
 
-def _row(run: Run, name: str, base: Mapping[int, float | None]) -> Row:
+def _row(run: FinishedRun, name: str, base: Mapping[int, float | None]) -> ComparedNet:
     """Return a run's row; its differences are to the scores `base`, by seed."""
     scores = _by_seed(run, name)
     common = [seed for seed in base if seed in scores]
     differences = paired_differences([scores[seed] for seed in common], [base[seed] for seed in common])
     named = (f"{run.name}/{name}", run.name, name, run.results.data, run.seeds)
-    return Row(*named, list(scores.values()), run.entries[name], differences)
+    return ComparedNet(*named, list(scores.values()), run.entries[name], differences)

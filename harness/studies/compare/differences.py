@@ -8,11 +8,10 @@ from typing import Any
 from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, rules_of
 from harness.reports.bakeoff.objectives import objectives
-from harness.reports.results import Results
 from harness.reports.settings import OF_TABLE, settings, write_value
 from harness.reports.tables import NONE, join_words
-from harness.studies.compare.fairness import changed_nets, idle_settings, ignored_places, same
-from harness.studies.compare.runs import Run
+from harness.studies.compare.fairness import changed_nets, idle_settings, known_by_content, same
+from harness.studies.compare.runs import FinishedRun
 
 FEW = 3  # runs that have a column each
 MACHINE = ("cpu", "cores", "gpus", "threads")
@@ -29,7 +28,7 @@ class Difference:
     values: Mapping[str, str]
 
 
-def settings_of(runs: Sequence[Run]) -> dict[str, str]:
+def settings_of(runs: Sequence[FinishedRun]) -> dict[str, str]:
     """Return all settings: those of all runs, then by their names those of single runs."""
     # Options 0 and 0.0 are equal: a resumed run has read its settings, a new one has a class's defaults.
     lines_by_run = {
@@ -43,9 +42,9 @@ def settings_of(runs: Sequence[Run]) -> dict[str, str]:
     return {name: "; ".join(lines) for name, lines in settings_by_run.items() if lines}
 
 
-def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
+def objectives_of(runs: Sequence[FinishedRun]) -> dict[str, str]:
     """Return what students learnt by, by their names; by those of rows where it differs between the runs."""
-    learnt_by_run = {run.name: objectives(run.results) for run in runs if isinstance(run.results, Results)}
+    learnt_by_run = {run.name: objectives(run.results) for run in runs}
     objectives_by_row: dict[str, str] = {}
     for student in dict.fromkeys(student for learnt in learnt_by_run.values() for student in learnt):
         texts = {f"{run}/{student}": learnt[student] for run, learnt in learnt_by_run.items() if student in learnt}
@@ -54,14 +53,14 @@ def objectives_of(runs: Sequence[Run]) -> dict[str, str]:
     return objectives_by_row
 
 
-def differences(runs: Sequence[Run]) -> list[Difference]:
+def differences(runs: Sequence[FinishedRun]) -> list[Difference]:
     """List what differs between runs; a student's options are compared between the runs that have it.
 
     Where a class differs, its options are in its text.
     """
     first, *others = runs
     idle, by_setting = idle_settings(runs), dict[str, Difference]()
-    idle |= set.intersection(*(ignored_places(first, run) for run in others)) if others else set()
+    idle |= set.intersection(*(known_by_content(first, run) for run in others)) if others else set()
     for flag in dict.fromkeys(flag for run in runs for flag in run.settings if flag not in LEFT_OUT):
         sharing = [run for run in runs if _has_student(run, flag)]
         if not all(same(flag, run.settings.get(flag), sharing[0].settings.get(flag)) for run in sharing):
@@ -74,14 +73,14 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return list(by_setting.values())
 
 
-def _has_student(run: Run, flag: str) -> bool:
+def _has_student(run: FinishedRun, flag: str) -> bool:
     """Return False for an option of a student that the run has not trained."""
     group, _, rest = flag.partition(".")
     trained = {entry.variant or name for name, entry in run.entries.items()}
     return group != "variants" or rest.partition(".")[0] in trained
 
 
-def _outer(flag: str, runs: Iterable[Run], settings: Iterable[str]) -> str:
+def _outer(flag: str, runs: Iterable[FinishedRun], settings: Iterable[str]) -> str:
     """Return the setting to name for a flag: the class that differs around it, or the group that a run lacks."""
     group = flag.partition(".")[0]
     if any(run.config.get(group) is None for run in runs):
@@ -89,7 +88,7 @@ def _outer(flag: str, runs: Iterable[Run], settings: Iterable[str]) -> str:
     return next((name for name in settings if flag.startswith(f"{name}.")), flag)
 
 
-def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
+def _facts(runs: Sequence[FinishedRun]) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """Yield what else a figure may depend on: sizes of the data, seeds, commits, versions; then the machine."""
     counted = runs[0].metric.counted
     for part in ("train", "validation", "test"):
@@ -108,7 +107,7 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, bool, dict[str, str]]]:
         yield name, False, {run.name: set_to(run.results.hardware.get(name)) for run in runs}
 
 
-def _commits(run: Run) -> str:
+def _commits(run: FinishedRun) -> str:
     commits = [commit or "unknown" for commit in run.results.commits]
     return ", then ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in commits) or NONE
 

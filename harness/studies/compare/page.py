@@ -7,16 +7,15 @@ from pathlib import Path
 
 from apprentice.errors import BadInput
 from harness.reports import html
-from harness.reports.charts import Dot, lines_picture, metric_picture
+from harness.reports.charts import Dot, metric_picture
 from harness.reports.endings import star_failed
 from harness.reports.measures import axis, columns_on_page, cost_of, in_table
 from harness.reports.report import Part
-from harness.reports.tables import NONE, Table, count, paragraph, short, table_of
+from harness.reports.tables import NONE, Table, count, paragraph, table_of
 from harness.runs.files import write_bytes, write_json, write_text
 from harness.runs.folders import run_files
 from harness.studies.compare.comparison import Comparison
 from harness.studies.compare.differences import lines_of
-from harness.studies.compare.runs import FormatResults
 
 FILES = ("compare.json", "compare.md", "compare.png", "report.html")  # of a table; the first says that it is one
 DIFFER = {
@@ -29,11 +28,10 @@ def table(comparison: Comparison, scores_first: bool = False) -> Table:
     """Return one line for each row, in the order of the runs; see `harness.reports.bakeoff.table.table`."""
     rows, metric, baseline = comparison.rows, comparison.metric, comparison.baseline
     first, to = comparison.runs[0].name, f" to {baseline}" if baseline and len(baseline) < 12 else ""
-    formats = [row.entry for row in rows if isinstance(row.entry, FormatResults)]
     bases = {baseline, *(f"{first}/{row.entry.baseline}" for row in rows if row.entry.variant)}
     differences = [NONE if row.name in bases else metric.difference(row.delta) for row in rows]
     figures = [row.entry.with_means() for row in rows]
-    names = ("run/format" if formats else "run/student", [star_failed(row.name, row.entry.failed) for row in rows])
+    names = ("run/student", [star_failed(row.name, row.entry.failed) for row in rows])
     of = [
         ("data", [f"{row.data.get('name')} {count(row.data.get('train'))}" for row in rows]),
         ("seeds", [str(len(row.seeds)) for row in rows]),
@@ -43,19 +41,10 @@ def table(comparison: Comparison, scores_first: bool = False) -> Table:
         *columns_on_page(figures, metric.beside),
         (f"Δ{to}, {metric.unit}", differences),
     ]
-    costs = _sizes_and_times(formats) if formats else [figure.column(figures) for figure in in_table(figures)]
+    costs = [figure.column(figures) for figure in in_table(figures)]
     if scores_first:
         return table_of([names, *scores, *of, *costs])
     return table_of([names, *of, *scores, *costs], left=2)
-
-
-def _sizes_and_times(formats: Sequence[FormatResults]) -> list[tuple[str, list[str]]]:
-    kib = [None if size is None else size / 2**10 for size in (row.figures["bytes"] for row in formats)]
-    columns = [("KiB", [NONE if size is None else f"{size:,.1f}" for size in kib])]
-    for size in sorted({size for row in formats for size in row.latency_ms}, key=int):
-        times = [row.latency_ms[size]["median"] if size in row.latency_ms else None for row in formats]
-        columns.append((f"ms, batch {size}", [short(time) for time in times]))
-    return columns
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -108,26 +97,13 @@ def _lists(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
 
 def picture(comparison: Comparison) -> bytes:
-    """Draw a PNG: the metric of each row, and against its cost; rows of a run have one colour.
-
-    If runs are compared against a setting: a line for each student, with the runs along the axis.
-    """
-    rows, names, metric = comparison.rows, [run.name for run in comparison.runs], comparison.metric
-    if axis_of := comparison.against:
-        students = list(dict.fromkeys(row.student for row in rows))
-        dots = [
-            Dot(row.student, row.scores, axis_of.values[row.run], students.index(row.student), metric) for row in rows
-        ]
-        return lines_picture(dots, axis_of.setting)
-    if isinstance(rows[0].entry, FormatResults):
-        sizes = [row.entry.figures["bytes"] for row in rows]
-        label, places = "size, KiB", [None if size is None else size / 2**10 for size in sizes]
-    else:
-        figures = [row.entry.with_means() for row in rows]
-        label, places = axis(cost_of(figures), figures)
-    lines = zip(rows, places, strict=True)
+    """Draw a PNG: the metric of each row, and against its cost; rows of a run have one colour."""
+    rows, groups = comparison.rows, {run.name: group for group, run in enumerate(comparison.runs)}
+    figures = [row.entry.with_means() for row in rows]
+    label, costs = axis(cost_of(figures), figures)
+    pairs = zip(rows, costs, strict=True)
     return metric_picture(
-        [Dot(row.name, row.scores, place, names.index(row.run), metric) for row, place in lines], label
+        [Dot(row.name, row.scores, cost, groups[row.run], comparison.metric) for row, cost in pairs], label
     )
 
 

@@ -5,25 +5,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from apprentice.errors import BadInput
+from datamodules.fingerprints import changed_parts
 from harness.reports.bakeoff.save import save_results
 from harness.reports.combine import combine
 from harness.reports.report import machine
 from harness.reports.results import Results
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord, Header, NetRecord, reading
-from harness.studies.compare.fairness import changed_nets, ignored_places, other_samples
+from harness.studies.compare.fairness import changed_nets, known_by_content
 from harness.studies.compare.page import table_folder
-from harness.studies.compare.runs import Run
+from harness.studies.compare.runs import FinishedRun
 
 
-def pool(runs: Sequence[Run]) -> Results:
+def pool(runs: Sequence[FinishedRun]) -> Results:
     """Combine runs of kd.py to one with the seeds of all; the hardware is the first one's.
 
     Raises:
         BadInput: a run is of another experiment, differs in more than its seeds, or has a seed of another; its
             records of finished fits are not there.
     """
-    first, results = runs[0], [_students(run) for run in runs]
+    first, head = runs[0], runs[0].results
     for run in runs:
         if difference := _differs(first, run):
             raise BadInput("RUN", run.name, f"a run that differs from {first.name} in its seeds alone; {difference}")
@@ -36,10 +37,10 @@ def pool(runs: Sequence[Run]) -> Results:
     ran = {run.name: machine(vars(run.results)).get("Commit", "unknown") for run in runs}
     if len({*ran.values()}) > 1:
         notice(f"commits differ: {'; '.join(f'{commit} of {name}' for name, commit in ran.items())}")
-    header = Header.read(first.results.to_json())
+    header = Header.read(head.to_json())
     header.config, header.seeds = {**header.config, "seeds": seeds}, seeds
     header.commits = list(dict.fromkeys(commit for run in runs for commit in run.results.commits))
-    head, seconds = results[0], {seed: time for part in results for seed, time in part.seconds_of_seed().items()}
+    seconds = {seed: time for run in runs for seed, time in run.results.seconds_of_seed().items()}
     pooled = combine(
         header,
         [teacher for teacher, _ in fits.values() if teacher is not None],
@@ -54,59 +55,54 @@ def pool(runs: Sequence[Run]) -> Results:
     )
     pooled.pooled, pooled.classes = [run.name for run in runs], head.classes
     if head.search:
-        costs = [part.search.cost for part in results if part.search]
+        costs = [part.search.cost for part in (run.results for run in runs) if part.search]
         pooled.search = replace(head.search, cost=sum(costs[1:], costs[0]))  # each run searched by itself
     return pooled
 
 
-def _students(run: Run) -> Results:
-    """Return the results of a run of kd.py; BadInput if it is another."""
-    if not isinstance(run.results, Results):
-        raise BadInput("RUN", run.name, f"a run of kd.py; this one is of {run.results.experiment}.py")
-    return run.results
-
-
-def _differs(first: Run, run: Run) -> str:
+def _differs(first: FinishedRun, run: FinishedRun) -> str:
     """Say what differs besides the seeds; empty if nothing does."""
     ours, theirs = (
         {
             **side.results.data,
             **side.results.versions,
             **side.settings,
-            "classes": side.classes,
+            "classes": side.results.classes,
             "students": " ".join(side.entries),
             "the choice of settings": _choices(side),
         }
         for side in (run, first)
     )
-    if parts := other_samples(first, run):
+    if parts := changed_parts(first.results.fingerprint, run.results.fingerprint):
         return f"{', '.join(parts)}: the samples are others"
     for net, change in changed_nets(first, run).items():
         if change:
             return f"of its {net} {change}"
     keys = [
-        key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key) and key not in ignored_places(first, run)
+        key
+        for key in {**theirs, **ours}
+        if ours.get(key) != theirs.get(key) and key not in known_by_content(first, run)
     ]
     other = [key for key in keys if key != "seeds" and not key.startswith("seeds.") and not first.is_free(key)]
     return f"{other[0]} is {ours.get(other[0])}, not {theirs.get(other[0])}" if other else ""
 
 
-def _choices(run: Run) -> dict[str, int]:
+def _choices(run: FinishedRun) -> dict[str, int]:
     """Return the number of the setting that a search chose for each method."""
-    search = run.results.search if isinstance(run.results, Results) else None
+    search = run.results.search
     return {name: tuned.chosen for name, tuned in search.methods.items()} if search else {}
 
 
-def _fit_of_teacher(run: Run, seed: int, name: str) -> FitRecord:
+def _fit_of_teacher(run: FinishedRun, seed: int, name: str) -> FitRecord:
     with reading(run.name, "RUN", "the records of finished fits beside results.json"):
         return FitRecord.read(run.folder / f"seed{seed}" / f"{name}.json")
 
 
-def _fits(run: Run, seed: int) -> tuple[FitRecord | None, dict[str, NetRecord]]:
+def _fits(run: FinishedRun, seed: int) -> tuple[FitRecord | None, dict[str, NetRecord]]:
     """Return the records of a seed: of its teacher's fit, if it has one, and of its students by name."""
     folder, nets = run.folder / f"seed{seed}", dict[str, NetRecord]()
     with reading(run.name, "RUN", "the records of finished fits beside results.json"):
-        teacher = FitRecord.read(folder / "teacher.json") if _students(run).teacher else None
+        teacher = FitRecord.read(folder / "teacher.json") if run.results.teacher else None
         for path in sorted(folder.glob("students*.json")):
             nets |= FitRecord.read(path).nets
         return teacher, {name: nets[name] for name in run.entries}

@@ -1,6 +1,6 @@
 """Finished runs, and what of them is compared: rows by name, each with a value for every seed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,86 +9,42 @@ import datamodules
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from harness.cli.sources import flat
-from harness.reports.combine import combine_student
 from harness.reports.endings import planned_epochs
 from harness.reports.results import BASELINE, Results, StudentResults, load_results
 from harness.reports.settings import OF_TABLE
-from harness.runs.records import Header, NetRecord, reading
-from lit_modules.tasks import ACCURACY, BITS, METRICS, Metric, metric_of
-
-
-@dataclass(kw_only=True)
-class FormatResults(StudentResults):
-    """A format of quantize.py, as a student; by batch size its latencies."""
-
-    latency_ms: Mapping[str, Mapping[str, float]]
+from harness.runs.records import reading
+from lit_modules.tasks import BITS, Metric, known_metrics
 
 
 @dataclass(frozen=True)
 class Experiment:
     """How the runs of an experiment are compared."""
 
-    # From results.json to what is in it, and to its rows by name.
-    read: Callable[[Mapping[str, Any]], tuple[Header, Mapping[str, StudentResults]]]
     baseline: str  # the row of the first run that differences are to
     methods: frozenset[str]  # settings that are compared; where these alone differ there is a verdict
-    idle: frozenset[str] = frozenset()  # settings that move no figure of a row
-    judged: bool = True  # whether rows have several seeds, so that a difference can be told from noise
-
-
-def _students(facts: Mapping[str, Any]) -> tuple[Results, Mapping[str, StudentResults]]:
-    results = Results.read(facts)
-    return results, results.students
-
-
-def _language_model(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
-    if "runs" not in facts:
-        return _students(facts)
-    net = combine_student([NetRecord.from_json(run) for run in facts["runs"]], BITS)
-    return Header.read(facts), {"gpt": net}
-
-
-def _formats(facts: Mapping[str, Any]) -> tuple[Header, Mapping[str, StudentResults]]:
-    header = Header.read({"seeds": facts["config"]["seeds"], **facts})
-    rows = {
-        row["format"]: FormatResults(
-            objective="",
-            figures={key: row[key] for key in ("bytes", "images_per_second")},
-            scores={"test_acc": [row["test_acc"]]},
-            latency_ms=row["latency_ms"],
-        )
-        for row in facts["rows"]
-    }
-    return header, rows
+    idle: frozenset[str]  # settings that move no figure of a row
 
 
 OF_WRITING = frozenset({"sample", "run", "samples", "temperature", "top_k", "sample_seed", "decode_at"})
 EXPERIMENTS = {
-    "kd": Experiment(
-        _students, BASELINE, frozenset({"variants"}),
-        OF_TABLE | {"teacher_cache_mb", "teacher_cache_dir"},
-    ),
-    "variants": Experiment(_students, BASELINE, frozenset({"variants", "equal"}), OF_TABLE | OF_WRITING),
-    "gpt": Experiment(
-        _language_model, "gpt", frozenset({"net", "model"}),
-        OF_WRITING,
-    ),
-    "quantize": Experiment(_formats, "float32", frozenset(), judged=False),
-}  # fmt: skip
+    "kd": Experiment(BASELINE, frozenset({"variants"}), OF_TABLE | {"teacher_cache_mb", "teacher_cache_dir"}),
+    "variants": Experiment(BASELINE, frozenset({"variants", "equal"}), OF_TABLE | OF_WRITING),
+    "gpt": Experiment("gpt", frozenset({"net", "model"}), OF_WRITING),
+}
 
 
 @dataclass
-class Run:
+class FinishedRun:
     """A finished run."""
 
     name: str  # the end of its path that tells it from the other runs
     folder: Path
-    results: Header  # `Results` of students
-    entries: Mapping[str, StudentResults]  # its rows by name
-    metric: Metric
+    results: Results
     experiment: Experiment
 
     def __post_init__(self) -> None:
+        self.entries: Mapping[str, StudentResults] = self.results.students  # its rows by name
+        self.metric: Metric = self.results.metric
         self.config = _with_teachers_epochs(self.results)
         self.settings = {**dict(flat(self.config)), "data": self.results.data["name"]}  # as flags and values
         self.seeds = self.results.seeds
@@ -102,8 +58,6 @@ class Run:
     @property
     def kind(self) -> str:
         """Which runs one table can hold beside it, in words."""
-        if not self.experiment.judged:
-            return "a run of quantize.py"
         texts = "a run of gpt.py, or of kd.py on texts"
         return texts if self.metric is BITS else f"a run of kd.py measured by {self.metric.word}"
 
@@ -116,10 +70,6 @@ class Run:
         """The class of its data; the base class where it is not one of ours."""
         return getattr(datamodules, str(self.results.data["name"]), InMemoryData)
 
-    @property
-    def classes(self) -> Sequence[str]:
-        return self.results.classes if isinstance(self.results, Results) else ()
-
     def setting(self, flag: str) -> Any:
         """Return a setting as results.json has it; None where it is unset or unknown."""
         value: Any = self.config
@@ -131,38 +81,31 @@ class Run:
         return value
 
 
-def _with_teachers_epochs(results: Header) -> dict[str, Any]:
+def _with_teachers_epochs(results: Results) -> dict[str, Any]:
     """Return the configuration; in a run that has grown by epochs, the teacher's epochs become its option."""
     config, teacher = results.config, results.config.get("teacher")
-    epochs = results.teacher.max_epochs if isinstance(results, Results) and results.teacher else None
+    epochs = results.teacher.max_epochs if results.teacher else None
     if not isinstance(teacher, dict) or epochs in (None, planned_epochs(results)):
         return config
     return config | {"teacher": teacher | {"init_args": (teacher.get("init_args") or {}) | {"max_epochs": epochs}}}
 
 
-def load_run(folder: str | Path, path: Path, name: str, like: Run | None = None) -> Run:
+def load_run(folder: str | Path, path: Path, name: str, like: FinishedRun | None = None) -> FinishedRun:
     """Load the run in a folder; BadInput if there is none that can be compared with the run `like`, if given."""
     facts = load_results(folder, "RUN")
     script = " ".join(facts["experiment"].split())[:40]
-    config = facts.get("config")
-    is_alone = isinstance(config, Mapping) and not config.get("variants")
-    of_students = "kd" if "teacher" in facts else "gpt" if is_alone else "variants"
-    experiment = of_students if facts.get("students") else script  # an experiment of the user's own may have students
-    if experiment not in EXPERIMENTS:
-        raise BadInput("RUN", folder, f"a run of kd.py, gpt.py or quantize.py; this one is of {script}.py")
+    if not facts.get("students"):
+        raise BadInput("RUN", folder, f"a run of kd.py or gpt.py; this one is of {script}.py")
     with reading(folder, "RUN"):
-        named = {"name": ACCURACY.name} if experiment == "quantize" else facts["metric"]
-        metric = str(named["name"])
-    if metric not in METRICS and "path" not in named:
-        raise BadInput("RUN", folder, f"a run measured by {' or '.join(METRICS)}; this one has {metric}")
+        metric, has_path = str(facts["metric"]["name"]), "path" in facts["metric"]
+    if metric not in known_metrics() and not has_path:
+        raise BadInput("RUN", folder, f"a run measured by {' or '.join(known_metrics())}; this one has {metric}")
     with reading(folder, "RUN"):
-        results, entries = EXPERIMENTS[experiment].read(facts)
-        if not entries:
-            raise ValueError("it has no rows")
-    kind = EXPERIMENTS[experiment]
-    if experiment == "variants":
-        kind = replace(kind, baseline=next(iter(entries.values())).baseline)
-    run = Run(name, path, results, entries, metric_of(named), kind)
+        results = Results.read(facts)
+    kind = EXPERIMENTS["kd" if results.teacher else "variants" if results.config.get("variants") else "gpt"]
+    if kind is EXPERIMENTS["variants"]:
+        kind = replace(kind, baseline=results.baselines[0])
+    run = FinishedRun(name, path, results, kind)
     if like and run.kind != like.kind:
         expected = f"{like.kind}, to compare with {like.name}"
         raise BadInput("RUN", folder, f"{expected}; this one is of {script}.py, measured by {run.metric.word}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from harness.cli.classes import import_target
 from harness.runs.files import read_text, write_json
-from harness.runs.plans import Fit, FitPlan
+from harness.runs.plans import FitOutcome, FitPlan
 from harness.runs.records import NetRecord, reading
 from harness.runs.session import Session
 from harness.runs.tensorboard import log_text
@@ -96,28 +96,30 @@ def judge_answer(judge: Judge | None, path: str | None, answer: str, reference: 
     return score
 
 
-def add_answers(run: Session, plan: FitPlan, name: str, net: nn.Module, outcome: Fit, record: NetRecord) -> NetRecord:
+def add_answers(
+    session: Session, plan: FitPlan, name: str, net: nn.Module, outcome: FitOutcome, record: NetRecord
+) -> NetRecord:
     """Let a tested net answer, write its answers into its folder, and return its record with their scores.
 
     Answers that nothing judges are of the first seed alone.
     """
-    asked, data = Asked.of(run.config), cast("Any", run.data)
+    asked, data = Asked.of(session.config), cast("Any", session.data)
     wanted = asked.count and plan.tested and plan.until is None and record.failed is None
-    if not (wanted and (asked.judge or plan.seed == run.config.seeds[0])):
+    if not (wanted and (asked.judge or plan.seed == session.config.seeds[0])):
         return record
     questions = data.questions(asked.count)
     if questions is None:
         return record
     with outcome.autocast(), costs.alone(outcome.device):
         texts = [*_write(net, [prompt for prompt, _ in questions], asked.tokens, data.end_tokens, outcome.device)]
-    decode, path, answers = data.vocabulary.decode, vars(run.config).get("generated_metric"), list[Answer]()
+    decode, path, answers = data.vocabulary.decode, vars(session.config).get("generated_metric"), list[Answer]()
     for (prompt, reference), text in zip(questions, texts, strict=True):
         asks, expected, answer = data.show_prompt(prompt), decode(reference), decode(text)
         answers.append(Answer(asks, expected, answer, judge_answer(asked.judge, path, answer, expected)))
-    folder = plan.folder(run.out) / name
+    folder = plan.folder(session.out) / name
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, [asdict(answer) for answer in answers])
-    if run.tensorboard and answers:
+    if session.tensorboard and answers:
         shown = "\n\n".join(f"{answer.prompt}\n--- {answer.answer}" for answer in answers[:SHOWN])
         log_text(folder, "generations", shown)
     if not asked.judge or not answers:

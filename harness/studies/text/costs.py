@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -59,9 +59,10 @@ def training_flops(net: nn.Module, data: InMemoryData) -> float | None:
 
 def cache_bytes(net: nn.Module, tokens: int) -> float | None:
     """Return the bytes that a text's cache takes after so many tokens, divided by these; None if the net has none."""
-    if not hasattr(net, "cache_bytes"):
+    count: Callable[[int, int], int | None] | None = getattr(net, "cache_bytes", None)
+    if count is None:
         return None
-    bytes_kept = net.cache_bytes(tokens, next(net.parameters()).element_size())  # type: ignore[operator]
+    bytes_kept = count(tokens, next(net.parameters()).element_size())
     return None if bytes_kept is None else float(bytes_kept) / tokens
 
 

@@ -19,7 +19,7 @@ STEPS = (1, 2, 4, 8)  # widths are multiples of the heads' number by one of thes
 MOST = 2**16  # of a width
 
 
-def scale_widths(run: Session, key: str, names: list[str], budget: Budget) -> None:
+def scale_widths(session: Session, key: str, names: list[str], budget: Budget) -> None:
     """Replace, in a run's settings, the width of each net at `key` but the first of `names` by one of equal cost.
 
     A net keeps its other options, the number of its heads among them: the width is the multiple of this number with the
@@ -29,8 +29,8 @@ def scale_widths(run: Session, key: str, names: list[str], budget: Budget) -> No
         BadInput: a net has no such options, or no operations that can be counted, or none of its widths comes close.
     """
     first, *others = names
-    chosen: dict[str, cli.Choice] = dict(vars(run.config)[key])
-    target = _cost(run, f"{key}.{first}", chosen[first], budget)
+    chosen: dict[str, cli.Choice] = dict(vars(session.config)[key])
+    target = _cost(session, f"{key}.{first}", chosen[first], budget)
     if target is None:
         expected = f"parameters: operations of {chosen[first].name} can't be counted"
         raise BadInput("equal", budget, expected)
@@ -39,7 +39,7 @@ def scale_widths(run: Session, key: str, names: list[str], budget: Budget) -> No
         if not {WIDTH, HEADS} <= choice.signature.hints.keys():
             expected = f"variants with {WIDTH} and {HEADS}, as GPT; {name} is {choice.name}"
             raise BadInput("equal", budget, expected)
-        width, cost = _nearest(run, flag, choice, budget, target)
+        width, cost = _nearest(session, flag, choice, budget, target)
         difference = cost / target - 1
         if abs(difference) > TOLERANCE:
             expected = f"variants that can have about {target:,.0f} {budget}{' a token' * (budget == 'flops')}, as"
@@ -47,7 +47,7 @@ def scale_widths(run: Session, key: str, names: list[str], budget: Budget) -> No
         before = choice.init_args[WIDTH]
         notice(f"equal {budget}: {name} has {WIDTH} {width} in place of {before}, {100 * difference:+.1f} %")
         chosen[name] = with_width(choice, width)
-    run.config = Namespace(**{**vars(run.config), key: chosen})
+    session.config = Namespace(**{**vars(session.config), key: chosen})
 
 
 def with_width(choice: cli.Choice, width: int) -> cli.Choice:
@@ -55,14 +55,16 @@ def with_width(choice: cli.Choice, width: int) -> cli.Choice:
     return cli.Choice(choice.class_path, {**choice.init_args, WIDTH: width})
 
 
-def _nearest(run: Session, flag: str, choice: cli.Choice, budget: Budget, target: float) -> tuple[int, float]:
+def _nearest(session: Session, flag: str, choice: cli.Choice, budget: Budget, target: float) -> tuple[int, float]:
     """Return the width with the nearest cost, and this cost; costs rise with widths."""
-    step = _find_step(lambda width: _cost(run, flag, with_width(choice, width), "parameters"), choice.init_args[HEADS])
+    step = _find_step(
+        lambda width: _cost(session, flag, with_width(choice, width), "parameters"), choice.init_args[HEADS]
+    )
     costs: dict[int, float] = {}
 
     def cost(number: int) -> float:
         if number not in costs:
-            value = _cost(run, flag, with_width(choice, number * step), budget)
+            value = _cost(session, flag, with_width(choice, number * step), budget)
             if value is None:
                 raise BadInput("equal", budget, f"parameters: operations of {choice.name} can't be counted")
             costs[number] = value
@@ -92,11 +94,11 @@ def _find_step(cost: Callable[[int], float | None], heads: int) -> int:
     return heads
 
 
-def _cost(run: Session, flag: str, choice: cli.Choice, budget: Budget) -> float | None:
+def _cost(session: Session, flag: str, choice: cli.Choice, budget: Budget) -> float | None:
     key, _, name = flag.partition(".")
     settings = Namespace(**{key: {name: choice}})
-    net = make_net(settings, flag, run.config.seeds[0], run.data.net_arguments)
+    net = make_net(settings, flag, session.config.seeds[0], session.data.net_arguments)
     if budget == "parameters":
         return float(sum(p.numel() for p in net.parameters()))
-    cost = training_flops(net, run.data)
+    cost = training_flops(net, session.data)
     return cost if cost is None or math.isfinite(cost) else None

@@ -10,17 +10,17 @@ from torch import nn
 from apprentice.batch import Batch
 from harness.reports.html import Section
 from harness.reports.results import Results
-from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.studies.kinds import DataKind, command_line
 from harness.studies.text import answers, answers_section
 from harness.studies.text.mixer_parts import add_parts
-from harness.studies.text.operations import count_training
-from harness.studies.text.other_tokens import TeacherTokens
-from harness.studies.text.stored import StoredOutputs, is_stand_in
+from harness.studies.text.stored_outputs import StoredOutputs, is_stand_in
+from harness.studies.text.teacher_tokens import TeacherTokens
+from harness.studies.text.training_flops import count_training
 from harness.studies.text.vocabularies import write_vocabularies
-from harness.studies.trained import Trained
+from harness.studies.training_flops import LearnedBatches
 from lit_modules.nets.identity import Origin
 from lit_modules.training.loop import Loop
 
@@ -30,17 +30,17 @@ class TextKind(DataKind):
 
     exports_students = True
 
-    def __init__(self, run: Session, arms: Iterable[Arm]) -> None:
-        super().__init__(run, arms)
-        self.stored, self.tokens = StoredOutputs(run, arms), TeacherTokens(run.config)
+    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
+        super().__init__(session, arms)
+        self.stored, self.tokens = StoredOutputs(session, arms), TeacherTokens(session.config)
 
     def check(self) -> None:
         answers.check_answers(self.session)
         self.stored.check()
 
     @contextmanager
-    def data_of_teacher(self, run: Session) -> Iterator[None]:
-        with self.tokens.data(run):
+    def data_of_teacher(self, session: Session) -> Iterator[None]:
+        with self.tokens.data(session):
             yield
 
     def stand_in(self, seed: int) -> nn.Module | None:
@@ -52,11 +52,11 @@ class TextKind(DataKind):
     def teacher_source(self, seed: int) -> str | None:
         return self.stored.source(seed)
 
-    def origins(self, run: Session) -> dict[str, Origin]:
-        return self.tokens.origins(run)
+    def origins(self, session: Session) -> dict[str, Origin]:
+        return self.tokens.origins(session)
 
-    def prepare_teacher(self, run: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
-        return self.tokens.prepare(run, teacher, arms)
+    def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
+        return self.tokens.prepare(session, teacher, arms)
 
     def module_arguments(self, seed: int) -> dict[str, Any]:
         return {"loss_chunk": self.config.loss_chunk, "stored": self.stored.options(seed)}
@@ -67,24 +67,24 @@ class TextKind(DataKind):
     def after_seed(self, seed: int) -> None:
         self.stored.keep_record(seed)
 
-    def count_training(self, module: Loop, run: str, batch: Batch, trained: Trained) -> int | None:
+    def count_training(self, module: Loop, run: str, batch: Batch, trained: LearnedBatches) -> int | None:
         trainer = self.session.data.trainer
         return count_training(module, run, trainer.accumulate_grad_batches if trainer else 1, batch, trained)
 
     def add_figures(
-        self, run: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: Fit, record: NetRecord
+        self, session: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: FitOutcome, record: NetRecord
     ) -> NetRecord:
-        record = add_parts(run, plan, net, outcome, record)
-        return answers.add_answers(run, plan, arm.name, net, outcome, record)
+        record = add_parts(session, plan, net, outcome, record)
+        return answers.add_answers(session, plan, arm.name, net, outcome, record)
 
-    def sections(self, run: Session, results: Results) -> list[Section]:
-        found = answers.read_answers(run.out / f"seed{results.seeds[0]}", results.nets)
+    def sections(self, session: Session, results: Results) -> list[Section]:
+        found = answers.read_answers(session.out / f"seed{results.seeds[0]}", results.nets)
         return answers_section.section(results, found)
 
-    def next_steps(self, run: Session, folder: str) -> dict[str, str]:
+    def next_steps(self, session: Session, folder: str) -> dict[str, str]:
         return {"continue": command_line("gpt.py", run=folder, sample="PROMPT")}
 
-    def finish(self, run: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
-        with self.data_of_teacher(run):
-            write_vocabularies(run, teachers)
-        write_vocabularies(run, students)
+    def finish(self, session: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
+        with self.data_of_teacher(session):
+            write_vocabularies(session, teachers)
+        write_vocabularies(session, students)

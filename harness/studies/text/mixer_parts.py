@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.batch import IGNORED
-from harness.runs.plans import Fit, FitPlan
+from harness.runs.plans import FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.studies import costs
@@ -18,21 +18,21 @@ from lit_modules.nets.layers import run as run_net
 ALONE = tuple(part for part in get_args(Part) if part != "both")
 
 
-def add_parts(run: Session, plan: FitPlan, net: nn.Module, outcome: Fit, record: NetRecord) -> NetRecord:
+def add_parts(session: Session, plan: FitPlan, net: nn.Module, outcome: FitOutcome, record: NetRecord) -> NetRecord:
     """Return a tested net's record with the loss of each part of its attention alone, if that has two."""
     if not (has_parts(net) and plan.tested and plan.until is None and record.failed is None):
         return record
     figures: dict[str, Any] = dict(record.figures)
     for part in ALONE:
         with with_part(net, part), outcome.autocast(), costs.alone(outcome.device):
-            figures[f"test_loss_{part}"] = test_loss(run, net, outcome.device)
+            figures[f"test_loss_{part}"] = test_loss(session, net, outcome.device)
     return replace(record, figures=figures)
 
 
 @torch.no_grad()
-def test_loss(run: Session, net: nn.Module, device: torch.device) -> float:
+def test_loss(session: Session, net: nn.Module, device: torch.device) -> float:
     """Return the mean cross-entropy, in nats, of a net's logits (b, T, V) with the test's labels that count."""
-    data, total, count = run.data, 0.0, 0
+    data, total, count = session.data, 0.0, 0
     net.eval()
     for rows in data.evaluated("test").split(data.batch_size):
         inputs, labels = (x.to(device) for x in data.samples("test", rows))

@@ -6,9 +6,9 @@ from lightning.pytorch import Trainer
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.cli.rows import VARIANTS
+from harness.cli.arm_names import VARIANTS
 from harness.runs.callbacks import check_callbacks
-from harness.runs.plans import Arm, Fit, FitPlan
+from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.studies import zoo
@@ -117,9 +117,9 @@ class Variants(SideBySide):
             check_decoding(module.net_of(arm.name), arm.net)
         return module
 
-    def measure(self, module: Loop, arm: Arm, run: str, outcome: Fit) -> NetRecord:
+    def measure(self, plan: FitPlan, module: Loop, arm: Arm, run: str, outcome: FitOutcome) -> NetRecord:
         """Also measure what a token costs; decoding once, with the first seed, as it depends on no weights."""
-        record = super().measure(module, arm, run, outcome)
+        record = super().measure(plan, module, arm, run, outcome)
         is_timed = arm.trial is None and module.seed == self.config.seeds[0]
         timed_at = (self.config.decode_at or []) if is_timed else []
         return add_costs(record, module.net_of(run), self.session.data, timed_at)

@@ -14,13 +14,13 @@ from harness.runs.session import Session
 FILE = "vocabulary.json"
 
 
-def write_vocabularies(run: Session, names: Iterable[str]) -> None:
+def write_vocabularies(session: Session, names: Iterable[str]) -> None:
     """In the main process of a run of texts, write the data's vocabulary into the folders of nets of these names."""
-    vocabulary = getattr(run.data, "vocabulary", None)
-    if run.data.task != "tokens" or vocabulary is None or not is_main_process():
+    vocabulary = getattr(session.data, "vocabulary", None)
+    if session.data.task != "tokens" or vocabulary is None or not is_main_process():
         return
     names = list(names)
-    for folder in (run.out / f"seed{seed}" / name for seed in run.config.seeds for name in names):
+    for folder in (session.out / f"seed{seed}" / name for seed in session.config.seeds for name in names):
         if folder.is_dir():
             write_json(folder / FILE, vocabulary.plain())
 

@@ -19,7 +19,7 @@ import torch
 from apprentice.errors import BadInput
 from harness.cli.classes import Choice
 from harness.reports.results import mean_of_all
-from harness.reports.search import Cost, Search, SettingScores, TunedMethod
+from harness.reports.search import Search, SearchCost, SettingScores, TunedMethod
 from harness.runs import safepoints
 from harness.runs.files import atomic, read_text, write_json
 from harness.runs.launch import is_main_process, main_first
@@ -158,7 +158,7 @@ class Tuning:
             methods[row] = TunedMethod(settings, self.best[row])
         return Search(methods, self._cost(), self.ends)
 
-    def _cost(self) -> Cost:
+    def _cost(self) -> SearchCost:
         """Count the epochs of each row's students, and of the seeds' teachers, unless they were loaded.
 
         Also samples that teachers computed for students, and would have for each setting by itself: outputs that are
@@ -184,7 +184,7 @@ class Tuning:
                 epochs[row_of[name]] += count
         teacher_epochs = sum(teacher.max_epochs or 0 for teacher in teachers)
         teacher_seconds = sum(teacher.fit_seconds or 0.0 for teacher in teachers)
-        return Cost(epochs, computed, alone, seconds, teacher_epochs, teacher_seconds)
+        return SearchCost(epochs, computed, alone, seconds, teacher_epochs, teacher_seconds)
 
     def _plan(self, seed: int, rung: int, wave: int, trials: tuple[Arm, ...]) -> FitPlan:
         """Plan the fit of those of a wave that are left until the end of a rung, and let it go on from the last one."""

@@ -74,10 +74,10 @@ def free_bytes(trainer: Trainer) -> int | None:
         return None
 
 
-def student_bytes(module: Loop, name: str, run: Session, ranks: int) -> int:
+def student_bytes(module: Loop, name: str, session: Session, ranks: int) -> int:
     """Return bytes that a student takes on a rank while it trains: parameters, optimizer and what backward needs."""
-    rows = max(2, -(-min(run.data.batch_size, run.data.sizes["train"]) // ranks))
-    pair = run.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
+    rows = max(2, -(-min(session.data.batch_size, session.data.sizes["train"]) // ranks))
+    pair = session.data.samples("train", torch.arange(rows), next(module.parameters()).dtype)
     saved: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cases of the study: kernels, windows, decoding, a block, layers beside torch's, the tutorial's; the options."""
+"""The cases of the study: kernels, a block, layers beside torch's, the tutorial's; the options."""
 
 import random
 from argparse import Namespace
@@ -11,15 +11,14 @@ from apprentice.errors import BadInput
 from harness import cli
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn", "flex")
-PARTS = ("kernels", "windows", "decoding", "blocks", "layers", "tutorial", "profile")
+PARTS = ("kernels", "blocks", "layers", "tutorial", "profile")
 LAYERS = ("SelfAttention", "MultiheadAttention", "Block", "TransformerEncoderLayer")  # each beside torch's own
 WITH_MLP = LAYERS[2:]
 LONGEST = 2**20  # tokens
 DTYPES = ("float32", "float16", "bfloat16")
 QUICK = {
     "lengths": [16, 32], "block_lengths": [32], "tokens": 64, "heads": 2, "head_dim": 8, "dtypes": ["float32"],
-    "parts": ["kernels", "windows", "decoding", "blocks", "profile"], "seconds": 0.001, "cache_lengths": [16, 32],
-    "window": 4,
+    "parts": ["kernels", "blocks", "profile"], "seconds": 0.001,
 }  # fmt: skip
 COUNT = cli.Limit(lambda value: value >= 1, "at least 1")
 
@@ -31,7 +30,7 @@ class Options(cli.OneSeedOptions):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     parts: list[str] | None = cli.option(None, on_resume=cli.GROWS)
-    """measure just these of kernels, windows, decoding, blocks, layers, tutorial, profile."""
+    """measure just these of kernels, blocks, layers, tutorial, profile."""
     backends: list[str] | None = cli.option(None, on_resume=cli.GROWS)
     """just these kernels, such as math flash; all when not given."""
     dtypes: list[str] = cli.option(lambda: list(DTYPES), on_resume=cli.GROWS)
@@ -40,12 +39,6 @@ class Options(cli.OneSeedOptions):
     """tokens of a text, for the kernels."""
     block_lengths: list[int] | None = cli.option(None, on_resume=cli.GROWS)
     """tokens of a text, for the block and for layers, eager and compiled."""
-    window: int = cli.option(128, COUNT)
-    """the keys that a token sees, itself one of them, for windows, in texts of `lengths`."""
-    cache_lengths: list[int] | None = cli.option(None, on_resume=cli.GROWS)
-    """cached tokens that one query attends to, for decoding; 1024 and 8192 when not given."""
-    kv_heads: list[int] | None = cli.option(None, on_resume=cli.GROWS)
-    """heads of keys and values, for decoding; when not given as many as heads, a quarter, and 1."""
     tokens: int | None = cli.option(None, COUNT)
     """of a batch, as near as texts of a length come to it, of the tutorial's shapes too."""
     heads: int = cli.option(8, COUNT)
@@ -64,10 +57,7 @@ class Options(cli.OneSeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chosen = self.kv_heads or []
-        if self.kv_heads == [] or any(n < 1 or self.heads % n or chosen.count(n) > 1 for n in chosen):
-            raise BadInput("kv_heads", self.kv_heads, f"divisors of heads, {self.heads}, none of them twice")
-        for name in ("lengths", "block_lengths", "cache_lengths"):
+        for name in ("lengths", "block_lengths"):
             sizes = getattr(self, name)
             if sizes is not None and (
                 not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 2 or max(sizes) > LONGEST
@@ -95,21 +85,12 @@ class Case:
     bias: bool = True  # whether the block's projections have one
     dropout: float = 0.0  # of the block, in training
     tutorial_us: float | None = None  # what PyTorch's tutorial prints for it
-    window: int | None = None  # of which a token sees itself and the tokens before it
-    masked: bool = False  # whether a window is a mask of all tokens, or bands where our layers take these
-    kv_heads: int | None = None  # of decoding, in which one query of a text attends to its `length` cached tokens
 
     @property
     def name(self) -> str:
-        """Return the row's name: `kernels: flash, float32, 4 x 512, forward`; a block has `jagged eager`.
-
-        Of decoding it is `decoding: flash 8 over 2, ...`; of windows `windows: mask of 128, ...`.
-        """
+        """Return the row's name: `kernels: flash, float32, 4 x 512, forward`; a block has `jagged eager`."""
         layout, mode = "dense" if self.lengths is None else "jagged", "compiled" if self.compiled else "eager"
         what = f"{self.layer or layout} {mode}" if self.block else self.backend
-        if self.window is not None:
-            what = f"{'mask' if self.masked else 'bands'} of {self.window}"
-        what = what if self.kv_heads is None else f"{what} {self.heads} over {self.kv_heads}"
         return f"{self.part}: {what}, {self.dtype}, {self.batch} x {self.length}, {self.direction}"
 
     @property
@@ -125,10 +106,8 @@ class Case:
         """Count floating-point operations of a call, with padding.
 
         Attention has 4 T² D, half of it if causal, and 2.5 times as many backward (FlashAttention-2, Dao 2023, section
-        4.1); that of one query 4 T D. A window counts as all tokens.
+        4.1).
         """
-        if self.kv_heads is not None:
-            return 4 * self.width * sum(self.tokens)
         attention = 4 * self.width * sum(n * n for n in self.tokens) / (2 if self.causal else 1)
         return (3.5 * attention if self.backward else attention) + self.projections
 
@@ -144,7 +123,6 @@ class Case:
         return self.lengths or (self.length,) * self.batch
 
 
-CACHED = (1024, 8192)  # tokens, for decoding
 # Lengths for the kernels and for the block, tokens of a batch, type of the tutorial's shapes, which takes float16
 SIZES = {
     "cuda": ([2**n for n in range(7, 15)], [2**n for n in range(7, 15)], 2**14, "float16"),
@@ -171,18 +149,6 @@ def all_cases(options: Namespace, device: str) -> list[Case]:
         "kernels": [
             replace(case, backend=backend)
             for case in cases_of("kernels", options.lengths or lengths)
-            for backend in backends
-        ],
-        "windows": [
-            replace(case, window=window, masked=masked)
-            for case in cases_of("windows", options.lengths or lengths)
-            for window, masked in ((None, False), (options.window, True), (options.window, False))
-        ],
-        "decoding": [
-            replace(case, length=length, kv_heads=kv, backend=backend, causal=False)
-            for case in (Case("decoding", dtype, 1, 1, options.heads, options.head_dim) for dtype in dtypes)
-            for kv in options.kv_heads or few_heads(options.heads)
-            for length in options.cache_lengths or CACHED
             for backend in backends
         ],
         "blocks": [  # without a mask: on a CPU torch has no kernel for jagged texts with one
@@ -225,11 +191,6 @@ def tutorial(dtype: str, seed: int, tokens: int | None) -> list[Case]:
         replace(short, compiled=True, tutorial_us=521.2),
     ]
     return [replace(case, tutorial_us=None) for case in cases] if tokens else cases
-
-
-def few_heads(heads: int) -> list[int]:
-    """Return numbers of heads of keys: all, a quarter if that is whole, and one."""
-    return list(dict.fromkeys([heads, *([heads // 4] if heads % 4 == 0 else []), 1]))
 
 
 def half_padded(batch: int, length: int) -> tuple[int, ...]:

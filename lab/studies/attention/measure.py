@@ -25,7 +25,6 @@ from lab.studies.meters import PeakMemory
 from lit_modules.nets.attention.attend import attend
 from lit_modules.nets.attention.form import Form
 from lit_modules.nets.attention.kernels import use_kernel
-from lit_modules.nets.attention.masks import CausalMask
 from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.transformer import Block
 
@@ -60,8 +59,6 @@ class CallTiming(TypedDict, total=False):
     length: int
     heads: int
     head_dim: int
-    kv_heads: int | None
-    window: int | None
     block: bool
     backend: str
     backward: bool
@@ -214,9 +211,6 @@ def open_call(case: Case, device: torch.device) -> Iterator[Call]:
         if case.block:
             yield _block_call(case, noise)
             return
-        if case.kv_heads is not None:
-            yield _decoding_call(case, noise)
-            return
         # Queries, keys, values, and the gradient of the output: (B, heads, T, D / heads)
         query, key, value, grad = (noise(case.batch, case.heads, case.length, case.head_dim) for _ in range(4))
         inputs = [x.requires_grad_(case.backward) for x in (query, key, value)]
@@ -225,10 +219,6 @@ def open_call(case: Case, device: torch.device) -> Iterator[Call]:
         )
         if case.backend == "flex":
             forward = partial(attend, query, key, value, Form(backend="flex"), None, case.causal)
-        if case.window is not None:
-            seen = CausalMask(case.window)
-            mask = seen.tensor(case.length, device) if case.masked else seen
-            forward = partial(attend, query, key, value, Form(), mask)
         chosen = nullcontext() if case.backend == "flex" else use_kernel(case.backend, *inputs, None, 0.0, case.causal)
         with chosen:
             yield (lambda: torch.autograd.grad(forward(), inputs, grad)) if case.backward else forward
@@ -253,15 +243,6 @@ def block(case: Case) -> nn.Module:
         return nn.TransformerEncoderLayer(width, heads, 4 * width, case.dropout, "gelu", **options)
     attention = SelfAttention(width, heads, case.causal, case.dropout, bias, backend)
     return Block(attention, dropout=case.dropout, bias=bias) if case.layer == "Block" else attention
-
-
-def _decoding_call(case: Case, noise: Callable[..., Tensor]) -> Call:
-    """Attend as our layers do: without a mask, and with queries that share keys as rows of one head."""
-    assert case.kv_heads is not None
-    query = noise(case.batch, case.heads, 1, case.head_dim)
-    key, value = (noise(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
-    backend: Any = case.backend
-    return partial(attend, query, key, value, Form(backend=backend))
 
 
 def _block_call(case: Case, noise: Callable[..., Tensor]) -> Call:

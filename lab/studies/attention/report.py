@@ -3,8 +3,6 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from harness.reports.figures import GREY, figure
 from harness.reports.report import MIB, Part, Report, machine, percent
 from harness.reports.tables import NONE, Table, columns, join_words, short
@@ -21,14 +19,6 @@ BAR = 0.2  # width
 KERNELS = (
     "Kernels by themselves, causal. µs: median time of a call, by torch.utils.benchmark; auto names the kernel that "
     "torch takes by itself. TFLOP/s of the fastest, and their share of the peak."
-)
-WINDOWS = (
-    "Causal attention to all earlier tokens, and to a sliding window: as a mask of all tokens, and in bands, which our "
-    "layers take in long texts. µs a call, and MiB that it takes beyond its inputs."
-)
-DECODING = (
-    "Decoding: one query of each head attends to the cached tokens of a text, µs a call. Heads of queries over heads "
-    "of keys; queries that share keys are rows of one head. Bytes a token: keys and values of a layer in the cache."
 )
 BLOCKS = (
     "The block of self-attention with its projections, without a mask, µs a call. Half of the dense batch's tokens are "
@@ -65,8 +55,6 @@ def report(header: StudyHeader, rows: Sequence[CallTiming], missing: Mapping[str
     ran = group_by((row for row in rows if row["refused"] is None), lambda row: row["part"])
     functions = {
         "kernels": (KERNELS, kernels),
-        "windows": (WINDOWS, windows),
-        "decoding": (DECODING, decoding),
         "blocks": (BLOCKS, blocks),
         "layers": (LAYERS, blocks),
         "tutorial": (TUTORIAL, tutorial),
@@ -120,35 +108,6 @@ def _microseconds(row: CallTiming | None, with_kernel: bool = False) -> str:
     if row is None or row["refused"] is not None:
         return NONE
     return f"{short(row['microseconds'])}{' ' + row['kernel'] if with_kernel else ''}"
-
-
-def windows(rows: Sequence[CallTiming]) -> Table:
-    """Make a table with a line for a type, a direction and a length, and columns for all tokens, a mask and bands."""
-    kinds = list(dict.fromkeys(kind_of(row) for row in rows))
-    names = ["all" if kind == "auto" else kind for kind in kinds]
-    body = []
-    for line, line_rows in group_by(rows, _line).items():
-        by_kind = {kind_of(row): row for row in line_rows}
-        memory = (by_kind[kind].get("peak_bytes") if kind in by_kind else None for kind in kinds)
-        sizes = [NONE if peak is None else short(peak / MIB) for peak in memory]
-        body.append([*line, *(_microseconds(by_kind.get(kind)) for kind in kinds), *sizes])
-    return Table(["type", "pass", "texts", f"µs: {names[0]}", *names[1:], f"MiB: {names[0]}", *names[1:]], body, left=3)
-
-
-def decoding(rows: Sequence[CallTiming]) -> Table:
-    """Make a table with a line for a type, heads and cached tokens, and a column for a kernel that ran at all."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows if row["refused"] is None))
-    header = ["type", "heads", "cached", "bytes a token", f"µs: {backends[0]}", *backends[1:]]
-    lines = group_by(
-        rows, lambda row: (row["dtype"], row["heads"], row["kv_heads"] or 0, row["length"], row["head_dim"])
-    )
-    body = []
-    for (dtype, heads, kv_heads, length, head_dim), line_rows in lines.items():
-        by_backend = {row["backend"]: row for row in line_rows}
-        size = 2 * kv_heads * head_dim * getattr(torch, dtype).itemsize
-        cells = [_microseconds(by_backend.get(name), name == "auto") for name in backends]
-        body.append([dtype, f"{heads} over {kv_heads}", f"{length:,}", f"{size:,}", *cells])
-    return Table(header, body, left=2)
 
 
 def blocks(rows: Sequence[CallTiming]) -> Table:

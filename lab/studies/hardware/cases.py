@@ -12,7 +12,7 @@ from harness.runs.trainer import MakeTrainer
 from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import FSDP, NAMES
 
-SINGLE, SPLIT = "single", "DataParallel"
+SINGLE = "single"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Case:
     trainer: MakeTrainer  # makes a Trainer with the strategy
     options: dict[str, Any] = field(default_factory=dict)  # the strategy's
     exact: int | None = None  # the number of shards of an exact case
-    split: bool = False  # whether torch.nn.DataParallel wraps the net
     reference: "Case | None" = None  # whose weights its own are compared with; None for that case itself
     unfit: str = ""  # why it can't be measured here, or empty
 
@@ -37,8 +36,8 @@ class Cases:
 
     def __init__(self, trainer: cli.Choice, exact: int | None) -> None:
         self._trainer, self._family = trainer, cli.Strategies()
-        probed = probe(trainer, "auto", dict.fromkeys(DURATION, "`steps` says how long a row is measured"))
-        self.devices = probed.num_devices
+        left_out = dict.fromkeys(DURATION, "`steps` says how long a row is measured")
+        self.devices = probe(trainer, "auto", left_out).num_devices
         if exact is not None and exact < self.devices:
             raise BadInput("exact", exact, f"at least {self.devices}, the number of devices")
         exact = exact or max(8, self.devices)
@@ -50,10 +49,7 @@ class Cases:
         cases = [self._case(name, choice, alone) for name, choice in choices.items()]
         exact_choices = {name: choice for name, choice in choices.items() if self._family.exact(choice)}
         cases += [self._case(f"{name}-exact", choice, alone_exact) for name, choice in exact_choices.items()]
-        gpus = self.devices > 1 and probed.strategy.root_device.type == "cuda"
-        unfit = "" if gpus else "torch.nn.DataParallel needs at least 2 GPUs"
-        split = Case(SPLIT, self.devices, alone.trainer, split=True, reference=alone, unfit=unfit)
-        self.by_name = {case.name: case for case in [alone, *cases, split]}
+        self.by_name = {case.name: case for case in [alone, *cases]}
 
     def pick(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """Return the cases to measure, one process first; and why others, that the user doesn't name, are skipped."""

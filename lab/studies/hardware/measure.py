@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from apprentice.errors import BadInput
 from harness.runs.files import write_json
 from harness.runs.progress import Lines
-from lab.strategies.rpc import RPCStrategy
+from lab.strategies.param_server import ParamServer
 from lab.studies.hardware.cases import Case
 from lab.studies.isolation import QUIET, Stoppable, fit_isolated
 from lab.studies.meters import Overlap, PeakMemory, Stamps, sent_bytes, state_bytes
@@ -97,7 +97,7 @@ class Measure(Stoppable):
         """Start the meters; copy the weights first, as a fork shares its parent's."""
         device = trainer.strategy.root_device
         self._stamps, self._memory = Stamps(device), PeakMemory(device)
-        self._counted = not isinstance(trainer.strategy, RPCStrategy)  # RPC also sends through shared memory
+        self._counted = not isinstance(trainer.strategy, ParamServer)  # RPC also sends through shared memory
         pl_module._apply(torch.clone)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -153,7 +153,7 @@ class _KeepWeights(Stoppable):
 class Bench:
     """Measures cases on one module and one data module; BadInput if there are too few batches for a step."""
 
-    make: Callable[[bool], LightningModule]  # makes a new module; the argument: whether DataParallel wraps the net
+    make: Callable[[], LightningModule]  # makes a new module
     data: Any  # the data module, set up, with `batch_size` and `sizes`
     steps: int  # optimizer steps that are timed at least
     accumulate: int = 1  # batches a step
@@ -172,7 +172,7 @@ class Bench:
         """Measure a case and return its row; the study sets the row's speed-up."""
         phases = Phases.of(case.options, self.steps, self.accumulate)
         with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder) / f"rank{rank}.json" for rank in range(1 if case.split else case.devices)]
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(case.devices)]
             steps = phases.batches // self.accumulate
             self._fit(case, Measure(Path(folder), phases), files, steps, limit_train_batches=self.limit)
             ranks: list[RankFigures] = [json.loads(file.read_text()) for file in files]
@@ -213,13 +213,11 @@ class Bench:
             file = Path(folder) / "weights.pt"
             self._fit(case, _KeepWeights(file), [file], max(COMPARED), precision=precision)
             by_step: list[Weights] = torch.load(file, weights_only=True)
-        if not case.split:
             return by_step
-        return [{name.replace("net.module.", "net.", 1): x for name, x in weights.items()} for weights in by_step]
 
     def _fit(self, case: Case, callback: Callback, files: Iterable[Path], steps: int, **settings: Any) -> None:
         trainer = case.trainer(callbacks=[callback, Lines(case.name)], **QUIET | settings | {"max_steps": steps})
-        fit_isolated(trainer, partial(trainer.fit, self.make(case.split), self.data), self.threads)
+        fit_isolated(trainer, partial(trainer.fit, self.make(), self.data), self.threads)
         if not all(file.exists() for file in files):
             expected = f"settings that train the net for {steps} steps; its loss is not finite"
             raise BadInput("optimizer", "(as given)", expected)

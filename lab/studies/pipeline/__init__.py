@@ -40,7 +40,7 @@ class Study(study.Study[StepTiming]):
         pipelined = [case for case in by_name.values() if case.kind == "pipelined" and case.name in self.rows]
         size = min(pipelined, key=lambda case: mean_seconds(self.rows[case.name])).size if pipelined else None
         if size is not None:
-            for case in [*cases.side_by_side(size), *cases.inside(size)]:
+            for case in cases.side_by_side(size):
                 by_name.setdefault(case.name, case)
             self._measure(bench, by_name)
         rows = self.write(by_name)

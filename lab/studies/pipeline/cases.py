@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.trainer import MakeTrainer
@@ -73,7 +71,7 @@ class Case:
     """One way to compute a step."""
 
     name: str  # in the table
-    kind: str  # "one", "split", "pipelined" or "inside": the split within one process
+    kind: str  # "one", "split" or "pipelined"
     num_microbatches: int  # into which a batch is cut
     size: int  # the most images of a micro-batch
     trainer: MakeTrainer  # makes a Trainer for this way
@@ -99,7 +97,6 @@ class Cases:
         self.devices = trainer.num_devices
         if self.devices < 2:
             raise BadInput("trainer.devices", self.devices, "at least 2, the ranks of a pipeline")
-        self._gpus = torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0
         self._schedule = self._strategy.init_args["schedule"]
         fits = self.devices == 2 and self._schedule in ONE_STAGE
         strategy_cut = Cut.from_balance(self._strategy.init_args["balance"])
@@ -119,22 +116,10 @@ class Cases:
         """Return all schedules with micro-batches of this size; may include one of `first`."""
         return [case for name in self._schedules for case in self._pipeline(name, self.cuts[-1], size)]
 
-    def inside(self, size: int) -> list[Case]:
-        """Return the split within one process, on whole batches and micro-batches; needs two GPUs."""
-        if self._gpus < 2 or self.devices != 2:
-            self.unfit["split in one process"] = "it needs two GPUs"
-            return []
-        cut = self.cuts[0] if isinstance(self.cuts[0].balance, list) else Cut.from_balance("parameters")
-        name = f"split in one process {cut.label}"
-        cases = [self._on_one_device(images, name) for images in dict.fromkeys([self._batch_size, size])]
-        return [
-            replace(case, kind="inside", cut=cut, bubble_bound=bubble_bound(2, case.num_microbatches)) for case in cases
-        ]
-
-    def _on_one_device(self, size: int, name: str = ONE) -> Case:
+    def _on_one_device(self, size: int) -> Case:
         """Return the case of one process that computes micro-batches of this size."""
         make = with_strategy(self._trainer, "auto", one=True)
-        return Case(self._row_name(name, size), "one", self._count(size), size, make)
+        return Case(self._row_name(ONE, size), "one", self._count(size), size, make)
 
     def _pipeline(self, schedule: str, cut: Cut, size: int) -> list[Case]:
         """Return the case of a pipeline, or none, and then the reason is in `unfit`.

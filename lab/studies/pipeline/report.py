@@ -14,7 +14,7 @@ from lab.studies.pipeline.cases import BY_TIME, ONE_STAGE, Case
 from lab.studies.pipeline.measure import Event, StepTiming, Timeline
 
 Measured = Sequence[tuple[Case, StepTiming]]  # cases with their rows
-KINDS = {"one": "C7", "split": "C3", "pipelined": "C0", "inside": "C4"}  # colours of cases
+KINDS = {"one": "C7", "split": "C3", "pipelined": "C0"}  # colours of cases
 COLORS = {"forward": "C0", "backward": "C1", "weights": "C2"}
 SHADES = (1.0, 0.6, 0.8, 0.4)  # of a rank's stages
 READABLE = 0.011  # of the picture's width: a number has room in it

@@ -1,11 +1,12 @@
 """Cross-attention: queries of one sequence, keys and values of another, the memory."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from apprentice.contract import Joined
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
@@ -70,8 +71,8 @@ class CrossAttention(DropsWeights):
         rows = self.num_kv_heads * self.head_dim
         self.query = nn.Linear(embed_dim, num_heads * self.head_dim, bias)
         self.kv = nn.Linear(self.memory_dim, 2 * rows, bias)
-        self.query.joined = ((num_heads * self.head_dim,), self.num_kv_heads)  # type: ignore[assignment]
-        self.kv.joined = ((rows, rows), self.num_kv_heads)  # type: ignore[assignment]
+        cast("Joined", self.query).joined = (num_heads * self.head_dim,), self.num_kv_heads
+        cast("Joined", self.kv).joined = (rows, rows), self.num_kv_heads
         self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias)

@@ -1,15 +1,17 @@
 """Differential attention (Ye et al. 2024, arXiv:2410.05258): the difference of two softmaxes."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from apprentice.contract import Joined
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.attend import attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
-from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.cached_attention import CachedAttention
 from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_heads
 from lit_modules.nets.attention.positions import Rotary
@@ -73,7 +75,7 @@ class DifferentialAttention(CachedAttention):
         query, key = (heads // 2 * self.head_dim for heads in (num_heads, self.num_kv_heads))
         self.qkv = nn.Linear(embed_dim, 2 * query + 4 * key, bias)
         # If several ranks compute it, each has pairs: some of the first heads, and the same of the second ones.
-        self.qkv.joined = ((query, query, key, key, key, key), self.num_kv_heads // 2)  # type: ignore[assignment]
+        cast("Joined", self.qkv).joined = (query, query, key, key, key, key), self.num_kv_heads // 2
         self.difference = _Difference(self.head_dim, layer, eps)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias)
 

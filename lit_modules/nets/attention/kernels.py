@@ -57,11 +57,20 @@ def restrict_kernels(backend: str, query: Tensor) -> AbstractContextManager[None
     return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
 
 
+class _MessageHandler(logging.Handler):
+    """Keeps the messages that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def _collect_reasons(backend: str, query: Tensor, *others: Any, **options: Any) -> list[str]:
     """Repeat a rejected call and collect torch's reasons: its warnings, and for jagged texts its log."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler = _MessageHandler()
     logger = logging.getLogger("torch.nested._internal.sdpa")
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -73,7 +82,7 @@ def _collect_reasons(backend: str, query: Tensor, *others: Any, **options: Any) 
         logger.removeHandler(handler)
         logger.propagate = propagate
     messages = [str(warning.message) for warning in warned]
-    return [*_filter_reasons(backend, logged), *_filter_reasons(backend, messages)]
+    return [*_filter_reasons(backend, handler.messages), *_filter_reasons(backend, messages)]
 
 
 def _filter_reasons(backend: str, messages: list[str]) -> list[str]:

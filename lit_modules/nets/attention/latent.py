@@ -9,7 +9,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
-from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.cached_attention import CachedAttention
 from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_widths
 from lit_modules.nets.attention.positions import Rotary

@@ -30,5 +30,5 @@ def with_part(net: nn.Module, part: Part) -> Iterator[None]:
     try:
         yield
     finally:
-        for mixer, own in zip(mixers, before, strict=True):
-            mixer.part = own
+        for mixer, former in zip(mixers, before, strict=True):
+            mixer.part = former

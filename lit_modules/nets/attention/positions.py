@@ -69,9 +69,9 @@ class Rotary:
             raise BadInput(f"scaling.{wrong[0]}", options[wrong[0]], "a number above 0")
         if self._kind in RANGES:
             low, high = RANGES[self._kind]
-            given = BETAS | options
-            if not given[high] > given[low]:
-                raise BadInput(f"scaling.{high}", given[high], f"more than {low}, {given[low]}")
+            betas = BETAS | options
+            if not betas[high] > betas[low]:
+                raise BadInput(f"scaling.{high}", betas[high], f"more than {low}, {betas[low]}")
 
     @property
     def _kind(self) -> str:

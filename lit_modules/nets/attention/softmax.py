@@ -1,14 +1,17 @@
 """Multi-head self-attention (Vaswani et al. 2017) with a choice of torch's kernels, and the forms of later models."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from apprentice.contract import Joined
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
-from lit_modules.nets.attention.cached import CachedAttention
+from lit_modules.nets.attention.cached_attention import CachedAttention
 from lit_modules.nets.attention.form import Backend, Form
 from lit_modules.nets.attention.heads import check_heads, of_rank
 from lit_modules.nets.attention.masks import CausalMask, visible
@@ -81,7 +84,7 @@ class SelfAttention(CachedAttention, DropsWeights):
         rows = [heads * self.head_dim for heads in (num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.qkv = nn.Linear(embed_dim, sum(rows), bias)
         # If several ranks compute it: its rows are of three matrices, and the rows of a head stay together.
-        self.qkv.joined = (tuple(rows), self.num_kv_heads)  # type: ignore[assignment]
+        cast("Joined", self.qkv).joined = tuple(rows), self.num_kv_heads
         self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
         self.gate = nn.Linear(embed_dim, rows[0], bias) if gate else None
@@ -181,7 +184,7 @@ class SelfAttention(CachedAttention, DropsWeights):
 
     def _pad(self, x: Tensor) -> Tensor:
         """Compute jagged texts as padded ones, whose tokens see none of the padding."""
-        values, offsets = x.values(), x.offsets()  # type: ignore[attr-defined]
+        values, offsets = _split_jagged(x)
         lengths = offsets.diff()
         present = torch.arange(int(lengths.max()), device=x.device) < lengths[:, None]  # (B, T)
         padded = values.new_zeros(*present.shape, x.shape[-1]).index_put((present,), values)
@@ -217,7 +220,7 @@ class SelfAttention(CachedAttention, DropsWeights):
 
     def _jagged_heads(self, projected: Tensor) -> list[Tensor]:
         """Do the same for a jagged projection, whose kernels take as many heads of keys as of queries."""
-        values, offsets = projected.values(), projected.offsets()  # type: ignore[attr-defined]
+        values, offsets = _split_jagged(projected)
         rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         heads = [part.unflatten(-1, (-1, self.head_dim)) for part in values.split(rows, -1)]  # (tokens, heads, d)
         starts = offsets[:-1].repeat_interleave(offsets.diff(), output_size=len(values))
@@ -292,3 +295,9 @@ def _check_window(causal: bool, window: int | None, sinks: int) -> None:
         raise BadInput("window", window, "at least 1, the token itself")
     if sinks < 0 or (sinks and window is None):
         raise BadInput("sinks", sinks, "0 without a window" if sinks > 0 else "at least 0")
+
+
+def _split_jagged(texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens (n, D) of B jagged texts, and where each begins and the last ends, (B + 1,)."""
+    nested: Any = texts  # torch does not declare what a nested tensor has beside others
+    return nested.values(), nested.offsets()

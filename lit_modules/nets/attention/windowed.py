@@ -74,10 +74,10 @@ def chunked(
     """As `parallel`, in time and memory linear in T: a chunk's queries see it, the one before, and the state."""
     length, device = x.key.shape[2], x.key.device
     chunks = Chunks(length, max(size, window, 1), starts, device)
-    own = Heads(*(chunks.cut(part) for part in x))  # (B, H, n, C, .)
-    size, count = own.key.shape[3], own.key.shape[2]
-    before_own = own._replace(key=_shift(own.key), value=_shift(own.value), key_map=_shift(own.key_map))
-    pairs = [(before_own, size), (own, 0)]
+    heads = Heads(*(chunks.cut(part) for part in x))  # (B, H, n, C, .)
+    size, count = heads.key.shape[3], heads.key.shape[2]
+    previous = heads._replace(key=_shift(heads.key), value=_shift(heads.value), key_map=_shift(heads.key_map))
+    pairs = [(previous, size), (heads, 0)]
     i = torch.arange(size, device=device)
     has_before = torch.arange(count, device=device).view(-1, 1, 1) > 0
     same_text = [has_before, torch.ones_like(has_before)]
@@ -88,16 +88,16 @@ def chunked(
             (filled[..., :, None] == keys[..., None, :])[:, None] & there
             for keys, there in zip((shifted, filled), same_text, strict=True)
         ]
-    scores = torch.cat([own.query @ keys.key.mT for keys, _ in pairs], -1)
-    products = torch.cat([own.query_map @ keys.key_map.mT for keys, _ in pairs], -1) if linear else None
+    scores = torch.cat([heads.query @ keys.key.mT for keys, _ in pairs], -1)
+    products = torch.cat([heads.query_map @ keys.key_map.mT for keys, _ in pairs], -1) if linear else None
     distance = torch.cat([i[:, None] + offset - i for _, offset in pairs], 1)
     same = torch.cat([mask.expand(*mask.shape[:-2], size, size) for mask in same_text], -1)
     weights = _weigh(scores, products, distance, same, window, share[..., None])
     mixed = weights @ torch.cat([keys.value for keys, _ in pairs], 3)
     if linear:
-        factors = chunks.passes(own.key.new_ones(1, 1, count, 1, 1))
-        before, _ = scan(factors, chunks.writes(own.key_map).mT @ own.value, state)
-        read = own.query_map @ torch.cat([state[:, :, None], before], 2)[:, :, :-1]  # before the previous chunk
+        factors = chunks.passes(heads.key.new_ones(1, 1, count, 1, 1))
+        before, _ = scan(factors, chunks.writes(heads.key_map).mT @ heads.value, state)
+        read = heads.query_map @ torch.cat([state[:, :, None], before], 2)[:, :, :-1]  # before the previous chunk
         if starts is not None:
             begin = (torch.arange(count, device=device) - 1).clamp(min=0) * size
             read = read * (filled < begin[:, None])[:, None, ..., None]

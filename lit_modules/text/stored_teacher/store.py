@@ -25,7 +25,7 @@ from lit_modules.training.tensor_folder import FLAG, TensorFolder, add_hashes
 Ask = Callable[[Batch], Outputs]
 
 
-class Texts(NamedTuple):
+class TextCounts(NamedTuple):
     """The texts of a training set: how many tokens of each count, and a hash of all."""
 
     counts: np.ndarray  # (samples,) int64, tokens of each that count
@@ -36,7 +36,7 @@ class Texts(NamedTuple):
         return np.concatenate([[0], self.counts.cumsum()])
 
 
-def read_texts(chunks: Iterable[Batch], samples: int, device: torch.device | None = None) -> Texts:
+def read_texts(chunks: Iterable[Batch], samples: int, device: torch.device | None = None) -> TextCounts:
     """Count and hash the tokens of a rank's chunks of a training set, and, on a device, add those of all ranks."""
     counts, total = torch.zeros(samples, dtype=torch.int64), 0
     for chunk in chunks:
@@ -53,7 +53,7 @@ def read_texts(chunks: Iterable[Batch], samples: int, device: torch.device | Non
     if device is not None:
         (digest,) = add_hashes(total, device=device)
         counts = replicas.all_reduce_sum_(counts.to(device)).cpu()
-    return Texts(counts.numpy(), digest)
+    return TextCounts(counts.numpy(), digest)
 
 
 def form_of(stored: Stored, objectives: Mapping[str, Objective], classes: int) -> Form:
@@ -88,14 +88,14 @@ class TextStore:
         self.source = source or (identify(teacher) if self.is_loaded else teacher.teacher)
         self.blocks: Blocks | None = None
 
-    def kept(self, texts: Texts, precision: str) -> TensorFolder:
+    def kept(self, texts: TextCounts, precision: str) -> TensorFolder:
         """Return the folder for these texts."""
         form = {"k": self.form.k, "tail": self.form.tail, "temperatures": list(self.form.temperatures)}
         of_texts = {"texts": texts.digest, "samples": len(texts.counts), "classes": self.classes}
         facts = {"teacher": self.source, **of_texts, **form, "precision": precision}
         return TensorFolder(self.folder, "distributions", facts)
 
-    def find(self, texts: Texts, precision: str) -> Path | None:
+    def find(self, texts: TextCounts, precision: str) -> Path | None:
         """Return the whole folder, its checksums compared, if there is one; BadInput for one that is damaged."""
         folder = self.kept(texts, precision)
         if not folder.is_whole:
@@ -214,7 +214,7 @@ class Blocks:
         starts: tokens before each sample, (samples + 1,).
     """
 
-    def __init__(self, folder: TensorFolder, size: int, texts: Texts) -> None:
+    def __init__(self, folder: TensorFolder, size: int, texts: TextCounts) -> None:
         self.folder, self.size, self.starts = folder, size, texts.starts
         self.numbers = range(0, len(texts.counts), size)
         self._read: dict[int, dict[str, Tensor]] = {}

@@ -11,7 +11,7 @@ import pytest
 
 from apprentice.errors import BadInput
 from datamodules import Chat
-from datamodules.limits import LIMITS
+from datamodules.data_hooks import LIMITS
 from datamodules.text.python_help import PythonHelp
 
 

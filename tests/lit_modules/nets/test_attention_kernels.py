@@ -18,10 +18,11 @@ from lit_modules.nets.attention.kernels import use_kernel
 from lit_modules.nets.attention.latent import LatentAttention
 from lit_modules.nets.attention.positions import Alibi
 from lit_modules.nets.base import check_fits
+from tests.attention import assert_same, formula, gradients, jagged, noise
 from tests.commands import bad_input
 from tests.grids import mostly_slow
-from tests.lit_modules.nets.test_attention import assert_same, compiled_equals_eager, gradients, jagged, noise
-from tests.lit_modules.nets.test_attention_forms import FORMS, HEADS, D, attention, formula
+from tests.lit_modules.nets.test_attention import compiled_equals_eager
+from tests.lit_modules.nets.test_attention_forms import FORMS, HEADS, D, attention
 
 WINDOWS: dict[str, dict[str, Any]] = {
     "itself": {"window": 1},
@@ -77,7 +78,7 @@ def test_traced_bands_equal_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bands, "SHORTEST", 7)
     net = windowed("window", window=2, num_kv_heads=2, sinks=1)
     assert bands.uses_bands(attend_module.CausalMask(2, 1), 7)
-    compiled_equals_eager(net, "aot_eager")
+    compiled_equals_eager(net)
 
 
 def test_operations_of_a_window_are_linear_in_the_text() -> None:
@@ -131,7 +132,7 @@ def test_flex_is_the_formula(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ["sinks", "softcap", "gemma", "all", "alibi, grouped, window"])
 @torch.no_grad()
 def test_flex_takes_long_texts_masks_and_caches(name: str) -> None:
     net, math, x, long = attention(name, backend="flex"), attention(name), noise(2, 7, D), noise(1, 131, D)

@@ -21,8 +21,8 @@ from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.layers import run
 from lit_modules.nets.projections import find_projections, hide_later, products
 from tests import with_transformers
+from tests.attention import assert_same, gradients, noise, rms
 from tests.language import gpt
-from tests.lit_modules.nets.test_attention import assert_same, gradients, noise
 
 D, HEADS, M = 24, 4, 5
 
@@ -34,10 +34,6 @@ def make(kind: type[nn.Module], **options: Any) -> Any:
             if "norm" in name:
                 p.mul_(torch.linspace(0.5, 2, len(p)))
     return net
-
-
-def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def softmax_rows(scores: Tensor) -> Tensor:

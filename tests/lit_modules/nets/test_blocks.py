@@ -13,13 +13,11 @@ from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.mlps import GeluMLP, MixtureOfExperts, SwiGLU, gated_width, token_mlp
 from lit_modules.nets.norms import RMSNorm, token_norm
 from lit_modules.nets.transformer import Block
+from tests.attention import noise as draw
+from tests.attention import rms
 from tests.commands import bad_input
 
 D = 16
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def check(module: nn.Module, formula: Any, x: Tensor, tolerance: float = 1e-12) -> None:
@@ -30,10 +28,6 @@ def check(module: nn.Module, formula: Any, x: Tensor, tolerance: float = 1e-12) 
     pairs = (torch.autograd.grad(y.square().sum(), inputs) for y in (ours, expected))
     for mine, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
-
-
-def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 @pytest.mark.parametrize("offset", [False, True])

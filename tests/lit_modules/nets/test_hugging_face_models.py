@@ -21,13 +21,13 @@ from lit_modules.objectives import Hinton
 from strategies import DDP, FSDP
 from tests import with_transformers
 from tests.commands import bad_input, results
+from tests.language_parts import WORDS, save_tokenizer
 from tests.training import assert_same, digits, fit, weights
 
 KD = [
     "--data", "Digits",
     "--only", "kd", "--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2",
 ]  # fmt: skip
-WORDS = "the quick brown fox jumps over the lazy dog\n"
 pytestmark = pytest.mark.extras("transformers")
 
 
@@ -91,23 +91,18 @@ def test_classifiers_from_a_folder(folder: Path) -> None:
 
 @with_transformers.in_fork
 def test_language_models_from_a_folder(folder: Path) -> None:
-    import tokenizers
     import transformers
 
     warnings.simplefilter("ignore")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([WORDS], tokenizers.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
     name = str(folder / "lm")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(name)
+    tokenizer = save_tokenizer(folder / "lm")
     config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     theirs.save_pretrained(name)
 
     (folder / "a.txt").write_text(WORDS * 60 + "ü\n")
     data = Text(folder / "a.txt", 8, tokenizer=name, validation_size=0)
-    assert data.num_classes == len(bpe.get_vocab()) > 256
+    assert data.num_classes == len(tokenizer) > 256
     train, test = data.split("train"), data.split("test")
     text: Any = train
     whole = WORDS * 60 + "ü\n"

@@ -14,7 +14,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from experiments import kd
 from harness.runs.nets import load_net
-from harness.runs.origins import take_up, write
+from harness.runs.origins import check_origins, write
 from lit_modules.nets import Ensemble, ResNet
 from lit_modules.nets.identity import Change, Origin, configurations, identify
 from lit_modules.nets.other_tokens import OtherTokens, TokenTexts
@@ -72,13 +72,15 @@ def test_what_a_run_began_with_is_compared_and_named(tmp_path: Path) -> None:
     assert before.change(Origin({}, "bb")) == Change("the hash of its content", "aa", "bb")
     write(tmp_path, {"teacher": before, "teacher of seed 3": Origin({}, "cc")})
     write(tmp_path, {"student": Origin({"model": {"a": 1}})})
-    take_up(tmp_path, {"teacher": before, "students.new": Origin({}, "dd")}, {})
+    check_origins(tmp_path, {"teacher": before, "students.new": Origin({}, "dd")}, {})
     line = f"teacher.name here: expected what the run in {tmp_path} began with; rope is 2.0, and was 1.0: take another"
     with pytest.raises(BadInput, match="began with") as caught:
-        take_up(tmp_path, {"teacher": Origin({"model": {"rope": 2.0}}, "aa")}, {"teacher": "T", "teacher.name": "here"})
+        check_origins(
+            tmp_path, {"teacher": Origin({"model": {"rope": 2.0}}, "aa")}, {"teacher": "T", "teacher.name": "here"}
+        )
     assert str(caught.value).startswith(line)
     with pytest.raises(BadInput, match=r"^teacher T: .* the hash of its content is c, and was cc"):
-        take_up(tmp_path, {"teacher of seed 3": Origin({}, "c")}, {"teacher": "T"})
+        check_origins(tmp_path, {"teacher of seed 3": Origin({}, "c")}, {"teacher": "T"})
 
 
 @pytest.mark.extras("transformers")

@@ -20,7 +20,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.nets import GPT, LightNN, ResNet, Timm, Torchvision, ViT, unwrap_logits
 from lit_modules.nets import run as run_net
 from lit_modules.nets.layers import heads
-from lit_modules.nets.recorded import rebuild, to_plain
+from lit_modules.nets.specs import rebuild, to_plain
 from lit_modules.nets.timm import _class_names
 from lit_modules.nets.weights import load_weights
 from tests.commands import Refusal

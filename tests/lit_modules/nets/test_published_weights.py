@@ -18,7 +18,7 @@ from apprentice.keyed import with_seed
 from experiments import kd
 from lit_modules import nets
 from lit_modules.nets import ResNet, Torchvision
-from lit_modules.nets.published import NETS
+from lit_modules.nets.published_names import NETS
 from lit_modules.nets.weights import load_weights
 from tests.commands import bad_input, results
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-import strategies
 from apprentice.errors import BadInput
 from apprentice.keyed import noise, with_seed
 from experiments import kd
@@ -21,12 +20,9 @@ from harness.runs.session import Session
 from lit_modules.distillation import Distillation
 from lit_modules.nets import ViT, attention_maps, run
 from lit_modules.objectives import DeiTToken, Hint
-from strategies import DDP
 from tests.commands import results
 from tests.grids import mostly_slow
-from tests.lit_modules.text.test_language_model import SAME
-from tests.strategies.test_strategies import sgd
-from tests.training import SHAPE, assert_same, classifier, digits, fit, net, on, outcome, weights
+from tests.training import SHAPE, assert_same, classifier, digits, fit, near_ties, net, on, outcome, weights
 
 TINY: dict[str, Any] = {"embed_dim": 16, "num_layers": 2, "num_heads": 2}
 tiny = partial(ViT, **TINY)
@@ -149,50 +145,30 @@ def test_dropout_is_keyed_to_the_rows_of_the_global_batch() -> None:
 # The same numbers everywhere
 
 
-def students(**options: Any) -> Distillation:
+def students() -> Distillation:
     """A teacher and students of this kind, with keyed noise, both kinds of token, and features that are compared."""
     made = {
         "hard": (net(tiny, distillation_token=True, dropout=0.1), DeiTToken()),
         "soft": (net(tiny, distillation_token=True), DeiTToken("soft")),
         "hint": (net(tiny, dropout=0.1), Hint()),
     }
-    return Distillation(net(tiny, seed=1), made, input_shape=SHAPE, **options)
+    return Distillation(net(tiny, seed=1), made, input_shape=SHAPE)
 
 
 @cache
-def ended(place: str = "auto 1", plain: bool = False) -> dict[str, torch.Tensor]:
-    """Weights after 12 steps of Adam, or of plain SGD."""
-    module = students(optimizer=sgd) if plain else students()
+def ended(place: str = "auto 1") -> dict[str, torch.Tensor]:
+    """Weights after 12 steps."""
     steps = {"max_epochs": -1, "max_steps": 12, "precision": "64-true"}
-    return weights(fit(module, digits(train_size=112), **steps | on(place, **OPTIONS.get(place, {}))))
+    return weights(fit(students(), digits(train_size=112), **steps | on(place)))
 
 
-PLACES = [
-    "ddp 3", "ddp_ring 2", "ddp_allreduce 2", "ddp_zero1 2", "fsdp 2", "hsdp 4", "tensor_parallel 2", "local_sgd 2",
-    "param_server 3", "rpc_hybrid 3", "pipeline 2", "model_parallel 2",
-]  # fmt: skip
-COMPRESSED = ["ddp_fp16 2", "ddp_powersgd 2"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "hsdp 4": {"shard_size": 2},
-    "local_sgd 2": {"period": 1},
-    "ddp_powersgd 2": {"start_step": 4},
-}
+# All others: tests/lit_modules/text/test_language_model.py
+PLACES = ["ddp 3", "fsdp 2", "tensor_parallel 2", "param_server 3", "pipeline 2"]
 
 
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
 def test_float64_agrees_with_one_process(place: str) -> None:
-    plain = place == "local_sgd 2"  # averaged moments are not those of averaged gradients
-    assert_same(ended(plain=plain), ended(place, plain), atol=1e-9)
-
-
-@pytest.mark.parametrize("place", COMPRESSED)
-def test_compressed_gradients_lead_near(place: str) -> None:
-    right, near = ended(plain=True), ended(place, plain=True)
-    assert 1e-9 < max(float((near[key] - right[key]).abs().max()) for key in right) < 0.01
-
-
-def test_every_strategy_is_tried() -> None:
-    assert {place.split()[0] for place in [*PLACES, *COMPRESSED]} == strategies.NAMES.keys() - SAME
+    assert_same(ended(), ended(place), atol=1e-9)
 
 
 @pytest.mark.slow
@@ -219,16 +195,14 @@ def test_compiled_it_gives_eager_logits_and_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own looking
-@pytest.mark.parametrize("devices", [1, 2])
-def test_compiled_it_trains_to_eager_losses(devices: int, tmp_path: Path) -> None:
+def test_compiled_it_trains_to_eager_losses(tmp_path: Path) -> None:  # in ranks: a language model
     found = []
     for compiled in (False, True):
         module = classifier(tiny, num_layers=1, dropout=0.1, distillation_token=True)
         if compiled:  # what is traced is the same with any backend; this one needs no compiler
             module.net.compile(dynamic=False, backend="aot_eager")
         data = digits(train_size=108, batch_size=36)
-        strategy = DDP(timeout=120) if devices > 1 else "auto"
-        found.append(outcome(module, data, tmp_path, ["train/loss"], devices, max_epochs=1, strategy=strategy)[0])
+        found.append(outcome(module, data, tmp_path, ["train/loss"], max_epochs=1)[0])
     assert len(found[0]) == 3
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
@@ -253,9 +227,10 @@ def test_a_vit_is_distilled_by_every_method(tmp_path: Path) -> None:
     test = data.split("test")
     for name, entry in found.items():
         exported = load_net(tmp_path / "seed0" / name)
-        predicted = exported(data.normalize(test.inputs)).argmax(1)
+        logits = exported(data.normalize(test.inputs))
         assert entry["failed"] == [None]
-        assert int((predicted == test.labels).sum()) == entry["test_correct"][0]
+        correct = int((logits.argmax(1) == test.labels).sum())
+        assert entry["test_correct"] == [pytest.approx(correct, abs=near_ties(logits))]
         assert sum(p.numel() for p in exported.parameters()) == entry["parameters"]
 
 

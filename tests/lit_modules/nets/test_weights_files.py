@@ -27,7 +27,7 @@ from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.language_model import LitLanguageModel
 from lit_modules.nets import GPT, DeepNN, LightNN, ResNet, Torchvision, ViT, pipeline_stages
-from lit_modules.nets.recorded import rebuild, to_plain
+from lit_modules.nets.specs import rebuild, to_plain
 from lit_modules.nets.weights import load_weights, read_weights
 from lit_modules.objectives import Hint, Hinton, SimKD, Sum
 from tests.callbacks import Seen

@@ -10,12 +10,9 @@ from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.attention.windowed import WindowedLinearAttention
+from tests.attention import noise
 
 B, T, D, H = 2, 13, 12, 3
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(window: int = 5, chunk: int = 4, **options: object) -> WindowedLinearAttention:
@@ -120,12 +117,6 @@ def test_weights_are_those_of_the_output() -> None:
     assert not weights.triu(1).any()
     mixed = torch.einsum("bhij,bjd->bihd", weights, value).flatten(2)
     torch.testing.assert_close(made.out(mixed), made(x), rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_it_compiles_as_a_whole() -> None:
-    made, x = layer(position=Rotary()).float(), noise(B, T, D).float()
-    torch.testing.assert_close(torch.compile(made, fullgraph=True)(x), made(x), rtol=1e-5, atol=1e-5)
 
 
 def test_the_cache_does_not_grow_and_what_can_not_be_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Relations of attention (MiniLM, TinyBERT) against formulas in float64; by the command's module."""
+"""Hidden states and relations of attention of texts (TinyBERT, MiniLM) against formulas in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from lit_modules.nets.pruned import Kept
 from lit_modules.objectives import AttentionScores, HiddenStates, MiniLM, Objective, Sum
 from lit_modules.tasks import Tokens
 from tests import with_transformers
+from tests.attention import parts
 from tests.language import PACKED, gpt
 from tests.training import SHAPE, net
 
@@ -35,17 +36,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def parts(model: nn.Module, tokens: Tensor, heads: int) -> list[list[Tensor]]:
-    """Of each block queries, keys and values (b, heads, T, width), from its weights."""
-    x, blocks = model.embedding(tokens), []
-    for block in model.blocks:
-        y = nn.functional.layer_norm(x, x.shape[-1:], block.norm1.weight, block.norm1.bias)
-        joined = y @ block.attention.qkv.weight.mT + block.attention.qkv.bias
-        blocks.append([z.view(B, T, heads, -1).transpose(1, 2) for z in joined.split(x.shape[-1], -1)])
-        x = block(x)
-    return blocks
-
-
 def relation(a: Tensor, b: Tensor) -> Tensor:
     scores = a @ b.mT / a.shape[-1] ** 0.5
     return scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1)
@@ -60,7 +50,7 @@ def check(made: Distillation, formula: Any) -> None:
     ce = nn.functional.cross_entropy(student(tokens)[counted], labels[counted])
     expected = values[counted].mean() + ce_weight * ce
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    parameters = [*student.parameters()]
+    parameters = [*made.students["r"].parameters()]
     for ours, theirs in zip(*(torch.autograd.grad(x, parameters) for x in (loss, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
@@ -81,7 +71,7 @@ def test_minilm_is_the_papers_formula_of_the_last_blocks(heads: int | None) -> N
 
 def test_attention_scores_are_the_formula_of_tinybert() -> None:
     def formula(student: nn.Module, teacher: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
-        ours, theirs = parts(student, tokens, 2), parts(teacher, tokens, 2)
+        ours, theirs = parts(student, tokens), parts(teacher, tokens)
         values = torch.zeros(B, T, dtype=torch.float64)
         for m, (query, key, _) in enumerate(ours):
             q, k, _ = theirs[2 * m + 1]
@@ -91,6 +81,51 @@ def test_attention_scores_are_the_formula_of_tinybert() -> None:
         return values * 1.5, 0.3
 
     check(module(AttentionScores(1.5, 0.3)), formula)
+
+
+def test_hidden_states_are_the_formula_of_tinybert() -> None:
+    made = module(HiddenStates(2.0, 0.5))
+
+    def formula(student: nn.Module, teacher: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
+        values, theirs = torch.zeros(B, T, dtype=torch.float64), states(teacher, tokens)
+        for m, (h, layer) in enumerate(
+            zip(states(student, tokens), made.students["r"].objective.projections, strict=True)
+        ):
+            gap = h @ layer.weight.mT - theirs[2 * m + 1].detach()  # blocks 2 and 4 of 4
+            values = values + gap.square().mean(2)
+        return values, 0.5
+
+    check(made, formula)
+
+
+def states(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    x = model.embedding(tokens)
+    return [x := block(x) for block in model.blocks]
+
+
+def test_layers_are_mapped_by_name_or_evenly_and_others_are_refused() -> None:
+    named = HiddenStates(student_stages=["blocks.0"], teacher_stages=["blocks.3"])
+    module(named)
+    assert named.teacher_layers == {"teacher_stages.0": "blocks.3"}
+    module(even := HiddenStates(), teacher_layers=3)
+    assert [*even.teacher_layers.values()] == ["stage1", "stage3"]
+    with pytest.raises(BadInput, match=r"^variants\.a\.student_stages\.0 \S+: expected a layer that gives tokens of"):
+        Distillation(net(DeepNN), {"a": (net(LightNN), HiddenStates())}, input_shape=SHAPE)
+
+
+@pytest.mark.extras("transformers")
+@with_transformers.in_fork
+def test_blocks_of_hugging_face_models_are_their_stages(tmp_path: Path) -> None:
+    import transformers
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=V, num_hidden_layers=3, max_position_embeddings=T, **size)
+    config.save_pretrained(tmp_path)
+    teacher = HuggingFaceLM(str(tmp_path), V, T)
+    assert teacher.stages == ("model.model.layers.0", "model.model.layers.1", "model.model.layers.2")
+    made = Distillation(teacher, {"h": (gpt(V, T, num_layers=2), HiddenStates())}, **SHAPES)
+    tokens = torch.arange(2 * T).view(2, T) % V
+    assert made.losses(made(tokens), Batch.of((tokens, tokens), 0))[0].isfinite()
 
 
 def test_padding_and_other_texts_change_nothing() -> None:
@@ -149,7 +184,7 @@ def test_attention_of_hugging_face_models_is_their_own(kind: str, tmp_path: Path
     tokens, _ = batch()
     teacher.model.set_attn_implementation("eager")
     theirs = teacher.model(tokens, output_attentions=True).attentions[2]
-    scores = made(tokens)[0].own["r", "attention.0"].transpose(1, 2)
+    scores = made(tokens)[0].condensed["r", "attention.0"].transpose(1, 2)
     ours = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1)
     assert theirs.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

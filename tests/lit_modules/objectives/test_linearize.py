@@ -146,17 +146,6 @@ def test_phases_are_the_formulas(mixer: Any) -> None:
     assert [*objective(*outputs, StepContext(progress=0.6))] == ["kd", "ce"]
 
 
-@pytest.mark.parametrize("mixer", ["linear", "gated", "delta"])
-def test_weights_give_the_outputs_of_the_heads(mixer: Any) -> None:
-    attention = _student(Mixer(mixer, conv=2), _teacher()).blocks[0].attention
-    x = torch.randn(2, 7, 8, dtype=torch.float64)
-    with torch.no_grad():
-        _, _, v = attention._heads(attention.qkv(x), None, None)[0]
-        mixed = (attention.weights(x) @ v).transpose(1, 2)
-        expected = attention(x)
-        torch.testing.assert_close(attention.out(attention.finish(mixed, x).flatten(2)), expected, rtol=0, atol=1e-12)
-
-
 def _distillation(data: Text, objective: Objective, **options: Any) -> Distillation:
     teacher = gpt(**data.net_arguments, seed=1, **TEACHER | options)
     student = _student(Mixer("windowed", [1], window=3), teacher)
@@ -176,15 +165,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
     return _ended(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("place", mostly_slow(["ddp 2", "ddp 3", "ddp_zero1 2", "fsdp 2"], "ddp 2", "fsdp 2"))
+@pytest.mark.parametrize("place", mostly_slow(["ddp 2", "ddp 3", "fsdp 2"], "ddp 2", "fsdp 2"))
 def test_float64_agrees_with_one_process(place: str, alone: Distillation, tmp_path: Path) -> None:
     assert_same(weights(alone), weights(_ended(tmp_path, place)), atol=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exact_bits_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
-    one, other = (weights(_ended(tmp_path, f"ddp {n} exact 6", precision="32-true")) for n in (1, ranks))
+def test_exact_bits_are_those_of_one_process(tmp_path: Path) -> None:
+    one, other = (weights(_ended(tmp_path, f"ddp {n} exact 6", precision="32-true")) for n in (1, 3))
     assert_same(one, other)
 
 

@@ -52,7 +52,7 @@ def test_an_objective_is_told_where_training_is() -> None:
 def test_what_is_stored_is_condensed() -> None:
     stored = module(a=AttentionTransfer(), b=Hinton()).ask_teacher(torch.rand(5, *SHAPE))
     assert stored.features == {}
-    assert {path: tuple(x.shape) for path, x in stored.own.items()} == {
+    assert {path: tuple(x.shape) for path, x in stored.condensed.items()} == {
         ("a", "condensed.0"): (5, 16),
         ("a", "condensed.1"): (5, 4),
     }
@@ -76,7 +76,8 @@ def test_a_space_has_the_default_and_every_value_in_it_builds(name: str) -> None
 
 
 def test_only_methods_without_weights_have_no_space() -> None:
-    assert [name for name in METHODS if not getattr(objectives, name).search] == ["SequenceLevel", "SimKD", "Sum"]
+    without = ["SequenceLevel", "SimKD", "Sum", "Untrained"]
+    assert [name for name in METHODS if not getattr(objectives, name).search] == without
 
 
 def test_values_are_spread_as_the_space_says() -> None:

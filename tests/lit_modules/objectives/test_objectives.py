@@ -222,7 +222,7 @@ def test_each_part_of_a_sum_sees_the_features_that_it_has_adapted_and_else_the_s
     assert torch.equal(torch.stack(found), torch.stack(expected))
     adapted = both.adapt(student)
     assert list(adapted.features) == ["default"]
-    assert list(adapted.own) == [("0", "default"), ("1", "1", "default"), ("2", "default")]
+    assert list(adapted.condensed) == [("0", "default"), ("1", "1", "default"), ("2", "default")]
 
 
 def test_cosine_pools_any_sizes_to_the_shorter() -> None:

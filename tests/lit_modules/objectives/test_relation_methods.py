@@ -195,7 +195,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 # Others by any method: tests/harness/test_zoo.py
-PLACES = ["ddp 3", "ddp 8", "ddp_allreduce 2", "hsdp 4", "ddp 1 exact 4", "ddp 2 exact 4"]
+PLACES = ["ddp 3", "ddp 8", "hsdp 4", "ddp 1 exact 4"]
 
 
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3", "ddp 1 exact 4"))
@@ -209,31 +209,22 @@ def test_micro_batches_relate_their_own_rows_on_any_number_of_processes(tmp_path
     assert_agree(trained(tmp_path, "auto 1", **options), trained(tmp_path, "ddp 2", **options))
 
 
-CUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "replicated": (4, {"data_parallel_size": 2}),
-    "interleaved": (2, {"schedule": "Interleaved1F1B", "stages_per_rank": 2}),
-}
-
-
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return trained(tmp_path_factory.mktemp("exact"), "ddp 1 exact 4")
 
 
-EXACT = ["ddp 3 exact 4", "pipeline 2 exact 4"]
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp 3 exact 4", {}),
+    "two pipelines": ("pipeline 4 exact 4", {"data_parallel_size": 2}),
+    "interleaved": ("pipeline 2 exact 4", {"schedule": "Interleaved1F1B", "stages_per_rank": 2}),
+}
 
 
-@pytest.mark.parametrize("place", mostly_slow(EXACT, EXACT[0]))
-def test_exact_is_bitwise(place: str, exact: Outcome, tmp_path: Path) -> None:
-    assert_agree(exact, trained(tmp_path, place), 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CUTS)
-def test_so_it_is_in_other_pipelines(case: str, exact: Outcome, tmp_path: Path) -> None:
-    devices, options = CUTS[case]
-    strategy = PipelineStrategy(exact=4, timeout=60, **options)
-    assert_agree(exact, trained(tmp_path, f"auto {devices}", strategy=strategy), 0.0)
+@pytest.mark.parametrize("case", mostly_slow(EXACT, "ddp"))
+def test_exact_is_bitwise(case: str, exact: Outcome, tmp_path: Path) -> None:
+    place, options = EXACT[case]
+    assert_agree(exact, trained(tmp_path, place, **on(place, **options)), 0.0)
 
 
 def test_a_sum_alone_is_as_in_company() -> None:

@@ -16,6 +16,7 @@ from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, ResNet, Timm, ViT, attention_maps
 from lit_modules.nets.projections import find_projections
 from lit_modules.objectives import AttentionScores, AttnDistill, MiniLM, Objective
+from tests.attention import parts
 from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
 from tests.vit_names import as_vit
 
@@ -36,18 +37,6 @@ def vit(seed: int, width: int, patch: int = 2, heads: int = 2, **options: Any) -
 def module(objective: Objective, teacher: ViT | None = None, student: ViT | None = None) -> Distillation:
     nets = teacher or vit(1, 16, num_layers=4), student or vit(0, 8, num_layers=2)
     return Distillation(nets[0], {"r": (nets[1], objective)}, IMAGE, 3).double()
-
-
-def parts(model: Any, images: Tensor) -> list[list[Tensor]]:
-    """Of each block queries, keys and values (b, heads, T, width), from its weights."""
-    x, blocks = model.embedding(images), []
-    for block in model.blocks:
-        y = F.layer_norm(x, x.shape[-1:], block.norm1.weight, block.norm1.bias, block.norm1.eps)
-        joined = y @ block.attention.qkv.weight.mT + block.attention.qkv.bias
-        heads = block.attention.num_heads
-        blocks.append([z.unflatten(2, (heads, -1)).transpose(1, 2) for z in joined.chunk(3, -1)])
-        x = block(x)
-    return blocks
 
 
 def check(made: Distillation, formula: Callable[[Any, Any, Tensor], Tensor], ce_weight: float) -> None:

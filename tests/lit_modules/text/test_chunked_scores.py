@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apprentice.batch import IGNORED, Batch
+from apprentice.batch import Batch
 from lit_modules import objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -17,18 +17,13 @@ from lit_modules.tasks import Tokens
 from lit_modules.text import chunked_outputs
 from tests.chats import chat
 from tests.language import gpt
+from tests.lit_modules.text.test_masked_tokens import SHAPES, B, T, V
+from tests.lit_modules.text.test_masked_tokens import texts as masked_texts
 from tests.training import fit, on, trainer
-
-B, T, V = 5, 8, 11
-SHAPES: dict[str, Any] = {"input_shape": (T,), "num_classes": V, "task": Tokens(), "input_dtype": torch.int64}
 
 
 def texts() -> Batch:
-    g = torch.Generator().manual_seed(0)
-    tokens, labels = (torch.randint(V, (B, T), generator=g) for _ in range(2))
-    counts = torch.rand(B, T, generator=g) < torch.rand(B, 1, generator=g)
-    counts[0], counts[1] = True, False
-    return Batch(tokens, labels.where(counts, IGNORED), torch.arange(B), torch.arange(B), B, 1, 0, 2.0)
+    return Batch.of(masked_texts(), 0)
 
 
 def module(size: int, teacher: nn.Module | None = None, **options: Any) -> Distillation:

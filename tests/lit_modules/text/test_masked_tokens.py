@@ -71,7 +71,7 @@ OBJECTIVES: dict[str, Callable[[], objectives.Objective]] = {
     "skew": objectives.SkewKL,
     "akl": objectives.AdaptiveKL,
     "tv": objectives.TotalVariation,
-    "sum": lambda: objectives.Sum([objectives.Hinton(), objectives.LogitMSE()], [1.0, 0.5]),
+    "sum": lambda: objectives.Sum([objectives.Hinton(), objectives.GKD(1), objectives.LogitMSE()], [1.0, 0.5, 0.1]),
 }
 WHOLE: dict[str, Callable[[], objectives.Objective]] = {
     "cosine": objectives.Cosine,
@@ -228,7 +228,9 @@ CASES = [  # the place, rows of a rank's batch, batches of a step
     ("ddp 2", 6, 1), ("ddp 3", 4, 1), ("ddp 3 exact 3", 12, 1), ("pipeline 2", 12, 1), ("pipeline 2 exact 3", 12, 1),
     ("auto 1", 4, 3), ("ddp 2", 2, 3), ("ddp 2 exact 2", 4, 3),
 ]  # fmt: skip
-KINDS = [*((*case, kind) for case in CASES for kind in ("lm", "kd")), *((*CASES[i], "dist") for i in (0, 2))]
+KINDS = [
+    *((*case, ("lm", "kd")[number % 2]) for number, case in enumerate(CASES)), *((*CASES[i], "dist") for i in (0, 2)),
+]  # fmt: skip
 QUICK = [kind for kind in KINDS if kind[:3] in (CASES[1], CASES[2])]
 
 
@@ -244,10 +246,10 @@ def test_an_epochs_figures_are_means_over_its_tokens(tmp_path: Any) -> None:
     tokens, labels = texts(ROWS, 3)
     expected = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED).item()
     for tag in ("train/loss_epoch", "val/loss"):
-        assert logger.values(tag) == pytest.approx([expected], abs=1e-6)
+        assert logger.values(tag) == pytest.approx([expected], abs=5e-6)
     batches = zip(tokens.split(4), labels.split(4), strict=True)
     each = [F.cross_entropy(net(x).flatten(0, 1), y.flatten()).item() for x, y in batches]
-    assert logger.values("train/loss") == pytest.approx(each, abs=1e-6)
+    assert logger.values("train/loss") == pytest.approx(each, abs=5e-6)
 
 
 def test_a_batch_with_ignored_tokens_says_what_its_labels_weigh() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
-from datamodules.text.token_texts import token_texts
-from datamodules.text.vocabulary import Subwords, Vocabulary
+from datamodules.text.vocabulary import Subwords, Vocabulary, token_texts
 from experiments import kd
 from lit_modules.distillation import Distillation
 from lit_modules.nets import Ensemble, Outputs

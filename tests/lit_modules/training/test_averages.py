@@ -18,7 +18,7 @@ from lit_modules.run_callbacks import StopRuns
 from lit_modules.training.averages import average_weights
 from tests.callbacks import SaveAndStop
 from tests.grids import mostly_slow
-from tests.training import SHAPE, assert_same, digits, distil, fit, net, on, trainer, weights
+from tests.training import SHAPE, assert_same, digits, distil, fit, near_ties, net, on, trainer, weights
 
 DECAY = 0.8
 State = dict[str, torch.Tensor]
@@ -84,8 +84,9 @@ def test_both_are_validated_and_tested() -> None:
     split = data().samples("test", torch.arange(100))
     for run in ("ce", "kd"):
         for key, judged in {"acc": module.net_of(run), "ema_acc": module.average_of(run)}.items():
-            right = judged.eval()(split.inputs).argmax(1) == split.labels
-            assert tested[f"{run}/test/{key}"] == pytest.approx(float(right.double().mean()))
+            logits = judged.eval()(split.inputs)
+            right = int((logits.argmax(1) == split.labels).sum())
+            assert 100 * tested[f"{run}/test/{key}"] == pytest.approx(right, abs=1e-3 + near_ties(logits))
         assert {f"{run}/val/acc", f"{run}/val/ema_acc", f"{run}/val/ema_loss"} <= module.training_log.epochs[-1].keys()
 
 
@@ -108,7 +109,7 @@ def test_of_a_student_that_has_stopped_nothing_is_averaged() -> None:
     assert_same(averages(module, "kd"), averages(alone, "kd"))
 
 
-@pytest.mark.parametrize("place", mostly_slow(["ddp 2 exact 3", "ddp 2", "ddp_zero1 2", "fsdp 2"], "ddp 2 exact 3"))
+@pytest.mark.parametrize("place", mostly_slow(["ddp 2 exact 3", "ddp_zero1 2", "fsdp 2"], "ddp 2 exact 3"))
 def test_ranks_have_the_same_averages(place: str) -> None:
     options: Any = {} if "exact" in place else {"precision": "64-true"}
     where = "ddp 1 exact 3" if "exact" in place else "auto 1"

@@ -126,13 +126,13 @@ def test_labels_are_read_before_they_go_to_a_gpu(datamodule: Any, label: int, mo
     monkeypatch.setattr(type(made), "device", torch.device("cuda"))
     made._trainer = trainer()
     made._trainer.datamodule = datamodule
-    made.checks.inspect_labels((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)), made)
+    made.reader.inspect((IMAGES, LABELS.clamp(max=8).where(LABELS != 9, label)), made)
     logits, batch = torch.empty(ROWS, 10, device="meta"), Batch(IMAGES, far, far, far, ROWS, 1, 0)
     if datamodule is None and label == 10:
-        line = bad_input(made.checks.check_labels, logits, batch, True)
+        line = bad_input(made.reader.check_labels, logits, batch, True)
         assert line == "data labels from 0 to 10: expected 0 to 9, the classes"
     else:
-        made.checks.check_labels(logits, batch, True)
+        made.reader.check_labels(logits, batch, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

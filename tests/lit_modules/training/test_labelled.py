@@ -105,7 +105,7 @@ def test_a_batch_without_labels_moves_nothing_but_what_needs_none() -> None:
     assert min(gradients["kd"]) > 0
 
 
-PLACES = ["ddp 2", "ddp 3", "ddp_zero1 2", "ddp_ring 3", "fsdp 2", "ddp 2 exact 4"]
+PLACES = ["ddp 3", "ddp_zero1 2", "fsdp 2", "ddp 2 exact 4"]
 
 
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "ddp 3"))
@@ -113,9 +113,8 @@ def test_any_number_of_processes_computes_one_loss(place: str, alone: Outcome, t
     assert_agree(alone, trained(tmp_path, place, precision="64-true"))
 
 
-@pytest.mark.parametrize("several", mostly_slow([2, 3], 3))
-def test_shards_have_the_bits_of_one_process(several: int, tmp_path: Path) -> None:
-    assert_agree(*(trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, several)), 0.0)
+def test_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    assert_agree(*(trained(tmp_path, f"ddp {devices} exact 4") for devices in (1, 3)), 0.0)
 
 
 @pytest.mark.parametrize("exact", mostly_slow(["", " exact 4"], ""))

@@ -1,6 +1,5 @@
-"""Schedulers count the optimizer's steps; gradient norms are those of the global batch, on any number of devices."""
+"""What optimizers take; gradient norms are those of the global batch, on any number of devices."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,75 +9,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import SGD, Muon
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from apprentice.errors import BadInput
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.objectives import CrossEntropy, Hinton
-from tests.callbacks import Notes, SaveAndStop
+from lit_modules.objectives import CrossEntropy
+from tests.callbacks import Notes
 from tests.grids import mostly_slow
-from tests.training import SHAPE, LinesLogger, assert_same, digits, distil, distillation, fit, net, on, trainer, weights
+from tests.training import SHAPE, LinesLogger, assert_same, digits, distillation, fit, net, on, weights
 from tests.training import digits as data
 
-Make = Callable[[torch.optim.Optimizer], LRScheduler]
 sgd = partial(SGD, lr=0.1, momentum=0.9)
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]]
-
-
-def rates(folder: Path) -> Notes:
-    """Notes the learning rate and momentum of each step."""
-    return Notes(folder / "rates", lambda trainer, _: rates_of(trainer.optimizers[0]), "on_before_optimizer_step")
-
-
-def by_hand(make: Make, steps: int, every: int = 1) -> list[list[float]]:
-    optimizer = sgd([nn.Parameter(torch.zeros(1))])
-    scheduler, seen = make(optimizer), list[list[float]]()
-    for step in range(steps):
-        seen.append(rates_of(optimizer))
-        optimizer.step()
-        if not (step + 1) % every:
-            scheduler.step()
-    return seen
-
-
-CYCLES: dict[str, Make] = {
-    "one cycle": partial(OneCycleLR, max_lr=0.1, epochs=4, steps_per_epoch=3),
-    "cycles": partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
-}
-
-
-@pytest.mark.parametrize("module", [LitClassifier, Distillation])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", CYCLES)
-def test_a_cycle_counts_the_optimizers_steps(name: str, accumulate: int, module: type, tmp_path: Path) -> None:
-    """Of 3 batches an epoch, 2 steps where they are accumulated."""
-    options: Any = {"optimizer": sgd, "scheduler": CYCLES[name]}
-    made: Any = LitClassifier(net(), **options) if module is LitClassifier else None
-    made = made or distil({"ce": CrossEntropy(), "kd": Hinton()}, **options)
-    notes, epochs = rates(tmp_path), 4 if accumulate == 1 else 6
-    fit(made, digits(), max_epochs=epochs, callbacks=[notes], accumulate_grad_batches=accumulate)
-    assert notes.of_ranks()[0] == by_hand(CYCLES[name], 12)
-
-
-def test_others_count_epochs(tmp_path: Path) -> None:
-    make, notes = partial(StepLR, step_size=1, gamma=0.5), rates(tmp_path)
-    fit(LitClassifier(net(), optimizer=sgd, scheduler=make), digits(), callbacks=[notes])
-    assert notes.of_ranks()[0] == by_hand(make, 6, every=3)
-
-
-def test_a_cycle_is_resumed_in_the_middle(tmp_path: Path) -> None:
-    def made() -> LitClassifier:
-        return LitClassifier(net(), optimizer=sgd, scheduler=CYCLES["one cycle"])
-
-    path, notes, resumed = tmp_path / "half.ckpt", rates(tmp_path), made()
-    whole = fit(made(), digits(), max_epochs=4, callbacks=[SaveAndStop(path, 7, stop=False)])
-    trainer(max_epochs=4, callbacks=[notes]).fit(resumed, digits(), ckpt_path=path, weights_only=False)
-    assert notes.of_ranks()[0] == by_hand(CYCLES["one cycle"], 12)[7:]
-    assert_same(weights(whole), weights(resumed))
 
 
 def test_a_cycle_that_ends_too_early_is_refused() -> None:

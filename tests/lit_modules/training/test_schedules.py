@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,20 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    CyclicLR,
     ExponentialLR,
     LinearLR,
     LRScheduler,
     OneCycleLR,
     SequentialLR,
+    StepLR,
 )
 
 from apprentice.errors import BadInput
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets.recorded import rebuild, to_plain
+from lit_modules.nets.specs import rebuild, to_plain
 from lit_modules.objectives import CrossEntropy, Hinton
 from lit_modules.schedules import CosineWarmup, Length, build_scheduler, follows_length, nominal
 from lit_modules.training.loop import Loop
@@ -53,6 +55,7 @@ def cycles(optimizer: Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, parts, [5])
 
 
+CYCLES = partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2)
 # What a user chooses, the same by torch's classes with all numbers by hand, and how many steps it counts as one.
 SCHEDULES: dict[str, tuple[Make, Callable[[Optimizer], LRScheduler], int]] = {
     "one cycle": (partial(OneCycleLR, max_lr=0.2), partial(OneCycleLR, max_lr=0.2, total_steps=STEPS), 1),
@@ -82,11 +85,14 @@ SCHEDULES: dict[str, tuple[Make, Callable[[Optimizer], LRScheduler], int]] = {
         ]),
         chain, BATCHES,
     ),
+    "cycles": (CYCLES, CYCLES, 1),
+    "steps of epochs": (partial(StepLR, step_size=1, gamma=0.5), partial(StepLR, step_size=1, gamma=0.5), BATCHES),
 }  # fmt: skip
+LRS = {LitClassifier: (0.1,), Distillation: (0.1, 0.3)}
 
 
 def rates_of(optimizer: Optimizer) -> list[float]:
-    return [group["lr"] for group in optimizer.param_groups]
+    return [group[name] for group in optimizer.param_groups for name in ("lr", "momentum")]
 
 
 def rates(folder: Path) -> Notes:
@@ -111,20 +117,16 @@ def made(module: type, scheduler: Make) -> Loop:
     return distil({"ce": CrossEntropy(), "kd": Hinton()}, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    mostly_slow(
-        product(SCHEDULES, (LitClassifier, Distillation)),
-        ("one cycle", Distillation), ("warm-up of epochs", LitClassifier), ("a sequence of epochs", Distillation),
-    ),
-)  # fmt: skip
+CASES = [*zip(SCHEDULES, cycle((Distillation, LitClassifier)), strict=False)]
+
+
+@pytest.mark.parametrize(("name", "module"), mostly_slow(CASES, CASES[0], CASES[3], CASES[6]))
 def test_rates_are_torchs_own_and_a_resumed_fit_has_them(name: str, module: type, tmp_path: Path) -> None:
     make, expected, every = SCHEDULES[name]
     path, whole, resumed = tmp_path / "half.ckpt", made(module, make), made(module, make)
     notes = rates(tmp_path)
     fit(whole, digits(), max_epochs=EPOCHS, callbacks=[notes, SaveAndStop(path, 7, stop=False)])
-    lrs = (0.1,) if module is LitClassifier else (0.1, 0.3)
-    seen = by_hand(expected, every, lrs)
+    seen = by_hand(expected, every, LRS[module])
     assert len({*map(tuple, seen)}) > 2
     for step, by_torch in zip(notes.of_ranks()[0], seen, strict=True):
         assert step == pytest.approx(by_torch, rel=1e-12, abs=1e-15)
@@ -136,11 +138,12 @@ def test_rates_are_torchs_own_and_a_resumed_fit_has_them(name: str, module: type
     assert_same(weights(whole), weights(resumed))
 
 
-def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", LRS)
+def test_accumulated_batches_are_one_step(module: type, tmp_path: Path) -> None:
     notes = rates(tmp_path)
     options: Any = {"max_epochs": 6, "accumulate_grad_batches": 2, "callbacks": [notes]}
-    fit(made(LitClassifier, SCHEDULES["one cycle"][0]), digits(), **options)
-    assert notes.of_ranks()[0] == by_hand(SCHEDULES["one cycle"][1], 1)
+    fit(made(module, SCHEDULES["one cycle"][0]), digits(), **options)
+    assert notes.of_ranks()[0] == by_hand(SCHEDULES["one cycle"][1], 1, LRS[module])
 
 
 def test_after_its_end_the_rate_stays() -> None:
@@ -172,7 +175,7 @@ def test_a_training_without_an_end_has_no_such_schedule() -> None:
 
 
 def test_schedules_that_follow_the_length_of_training_are_known() -> None:
-    expected = {"a sequence of epochs": False, "a chain": False}
+    expected = dict.fromkeys(("a sequence of epochs", "a chain", "cycles", "steps of epochs"), False)
     assert {name: follows_length(make) for name, (make, *_) in SCHEDULES.items()} == dict.fromkeys(
         SCHEDULES, True
     ) | expected

@@ -15,7 +15,7 @@ from lit_modules.nets import Outputs
 from lit_modules.objectives import CrossEntropy, Objective
 from lit_modules.objectives.base import Term, ce_term
 from lit_modules.objectives.context import NO_STEP, StepContext
-from tests.callbacks import SaveAndStop
+from tests.callbacks import SaveAndStop, StopAt
 from tests.language import on_policy
 from tests.lit_modules.text.test_on_policy import chats, gkd, module
 from tests.training import LinesLogger, digits, distil, fit, trainer
@@ -35,17 +35,6 @@ class TwoPhases(Objective):
         return {"early" if context.progress < 0.5 else "late": term}
 
 
-class StopAfter(Callback):
-    """Stops a run after so many steps, as the end of its time does."""
-
-    def __init__(self, run: str, steps: int) -> None:
-        self.run, self.steps = run, steps
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == self.steps:
-            pl_module.stop(self.run)
-
-
 def trained(path: Path, *callbacks: Callback, **options: Any) -> tuple[Any, LinesLogger]:
     students, logger = distil({"phases": TwoPhases(), "ce": CrossEntropy()}), LinesLogger(path)
     safe = SafePoints(path.with_suffix(".ckpt"), every=1e9)
@@ -62,7 +51,7 @@ def trained(path: Path, *callbacks: Callback, **options: Any) -> tuple[Any, Line
 
 
 def test_a_term_has_the_points_of_its_own_steps_and_their_mean(tmp_path: Path) -> None:
-    students, logger = trained(tmp_path / "log", StopAfter("ce", 14))
+    students, logger = trained(tmp_path / "log", StopAt("ce", 14))
     early, late = (logger.values(f"phases/train/{name}") for name in ("early", "late"))
     assert (len(early), len(late)) == (CHANGE, BATCHES * EPOCHS - CHANGE)
     assert [len(logger.values(f"ce/train/{name}")) for name in ("loss", "lr-Adam", "grad_2.0_norm_total")] == [14] * 3
@@ -77,8 +66,8 @@ def test_a_term_has_the_points_of_its_own_steps_and_their_mean(tmp_path: Path) -
 @pytest.mark.parametrize("at", [8, 10, 15])
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_cut_off(at: int, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
-    whole, logger = trained(tmp_path / "whole", SaveAndStop(path, at, stop=False), StopAfter("ce", 14))
-    resumed, rest = trained(tmp_path / "rest", StopAfter("ce", 14), ckpt_path=path, weights_only=True)
+    whole, logger = trained(tmp_path / "whole", SaveAndStop(path, at, stop=False), StopAt("ce", 14))
+    resumed, rest = trained(tmp_path / "rest", StopAt("ce", 14), ckpt_path=path, weights_only=True)
     assert resumed.training_log.epochs == whole.training_log.epochs
     whole_rows, rest_rows = (map(json.loads, log.path.read_text().splitlines()) for log in (logger, rest))
     assert [*rest_rows] == [row for row in whole_rows if row["step"] >= at]

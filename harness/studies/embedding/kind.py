@@ -1,0 +1,135 @@
+"""What embeddings add to a comparison: a teacher that may learn from labels, and what classes the neighbours tell."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
+from datamodules.base import InMemoryData
+from harness.reports.html import Section
+from harness.reports.results import Results
+from harness.runs.plans import Arm, FitOutcome, FitPlan
+from harness.runs.records import NetRecord
+from harness.runs.session import Session
+from harness.runs.teacher_weights import TEACHER, is_teacher
+from harness.studies import costs
+from harness.studies.choices import make_net
+from harness.studies.embedding import pictures
+from harness.studies.kinds import DataKind, command_line
+from harness.studies.next_steps import best_student
+from harness.studies.teachers import has_trained_teacher
+from lit_modules.embedding.neighbours import probe, vote
+from lit_modules.nets.base import cast_inputs, evaluating
+from lit_modules.nets.embedder import Embedder
+
+PARTS = "train", "test"
+CLASSES = 2  # of data, at least, which neighbours tell
+SEEDS = 0, 1  # of two nets, by which one tells whether weights are drawn
+SETTINGS: dict[str, Any] = {
+    "variants.ce": None, "variants.kd": None, "variants.hint": None, "variants.untrained": "Untrained",
+    "variants.cosine": "EmbeddingMatch", "variants.mse": "EmbeddingMatch", "variants.mse.distance": "mse",
+    "variants.kl": "SimilarityKL", "variants.queue": "SimilarityKL", "variants.queue.queue": "auto",
+    "variants.rkd": "RKD", "variants.tokens": "TokenSimilarity",
+}  # fmt: skip
+
+
+class EmbeddingKind(DataKind):
+    """What samples whose labels no student sees add to a comparison.
+
+    A teacher that is not loaded learns from labels, as a classifier, and embeds by what its classifier reads.
+    """
+
+    settings = SETTINGS
+
+    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
+        super().__init__(session, arms)
+        self._brings_weights = dict[str, bool]()  # by the teacher's key
+
+    def check(self) -> None:
+        if self.config.zoo:
+            raise BadInput("zoo", "true", "not allowed with `data.task embedding`, which trains all its methods")
+        if others := self.config.teachers:
+            name, choice = next(iter(others.items()))
+            raise BadInput(f"teachers.{name}", choice.name, "not allowed with `data.task embedding`: one teacher")
+
+    def has_trained_teacher(self, session: Session, key: str = TEACHER) -> bool:
+        """Also of a net whose weights depend on no seed: it brings them, as those of other libraries do."""
+        if has_trained_teacher(session, key):
+            return True
+        if session.config.teacher_epochs:
+            return False
+        if key not in self._brings_weights:
+            first, second = (
+                Embedder(make_net(session.config, key, seed, session.data.net_arguments), session.data.input_shape)
+                for seed in SEEDS
+            )
+            states = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+            self._brings_weights[key] = all(torch.equal(one, other) for one, other in states)
+        return self._brings_weights[key]
+
+    @contextmanager
+    def data_of_teacher(self, session: Session) -> Iterator[None]:
+        data: Any = session.data
+        if self.has_trained_teacher(session):
+            yield
+            return
+        if data.num_classes < CLASSES:
+            expected = f"a teacher that is loaded: {data.name} has no classes from which one could learn"
+            raise BadInput(TEACHER, self.config.teacher.name, expected)
+        task, data.task = data.task, "classification"
+        try:
+            yield
+        finally:
+            data.task = task
+
+    def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
+        return teacher if isinstance(teacher, Embedder) else Embedder(teacher, session.data.input_shape)
+
+    def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
+        if session.config.embed == "own" or not isinstance(net, Embedder) or not isinstance(teacher, Embedder):
+            return net
+        return with_seed(seed, lambda: net.with_width(teacher.width))
+
+    def add_figures(
+        self, session: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: FitOutcome, record: NetRecord
+    ) -> NetRecord:
+        if not plan.tested or record.failed is not None:
+            return record
+        figures: dict[str, float | None] = {}
+        if is_teacher(arm.net):  # as a classifier it may have other values of single samples
+            net, record = self.prepare_teacher(session, net, []), replace(record, samples={})
+            figures["test_neighbours"] = 1.0
+        with outcome.autocast(), costs.alone(outcome.device):
+            (bank, known), (queries, labels) = (embed(session.data, net, part, outcome.device) for part in PARTS)
+        if plan.seed == session.config.seeds[0] and plan.until is None:
+            pictures.write_neighbours(plan.folder(session.out) / arm.name, queries)
+        if session.data.num_classes >= CLASSES:
+            for name, classify in (("test_knn", vote), ("test_probe", probe)):
+                predicted = classify(queries, bank, known, session.data.num_classes)
+                figures[name] = float((predicted == labels).double().mean())
+        return replace(record, figures={**record.figures, **figures})
+
+    def next_steps(self, session: Session, folder: str) -> dict[str, str]:
+        return {"predict": command_line("predict.py", run=folder, inputs="FOLDER", out="embeddings.npz")}
+
+    def sections(self, session: Session, results: Results) -> list[Section]:
+        best = best_student(results)
+        if best is None:
+            return []
+        return pictures.section(results, session.out / f"seed{results.seeds[0]}", best, session.data.test_images)
+
+
+def embed(data: InMemoryData, net: nn.Module, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the embeddings (n, D) float64 of all samples of a part, as they are without augmentation, and labels."""
+    embeddings, labels = list[Tensor](), list[Tensor]()
+    with evaluating(net):
+        for places in torch.arange(data.sizes[part]).split(data.evaluation_batch_size):
+            inputs, known = data.samples(part, places)
+            embeddings.append(net(cast_inputs(net, inputs.to(device))).double().cpu())
+            labels.append(known)
+    return torch.cat(embeddings), torch.cat(labels)

@@ -1,0 +1,1 @@
+"""What embeddings add to training: nets whose outputs are vectors, judged by who is near whom."""

@@ -1,0 +1,192 @@
+"""Nets that embed, end to end: figures recomputed from what a run leaves, vectors that leave, and what is refused."""
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apprentice.keyed import with_seed
+from datamodules import Digits
+from experiments import kd, predict
+from harness.reports.results import Results, load_results
+from harness.runs.nets import load_net
+from harness.studies.embedding import pictures
+from lit_modules.embedding.neighbours import nearest, probe, shared_neighbours, vote
+from lit_modules.nets import LightNN
+from lit_modules.nets.embedder import Embedder
+from tests.commands import Refusal, nets, results, run_of
+from tests.training import assert_same
+
+SIZES = ["--data.train_size", "200", "--data.test_size", "100"]
+EMBED = ["--data", "Digits", "--data.task", "embedding", *SIZES, "--teacher", "LightNN", "--trainer.max_epochs", "2"]
+QUEUE = ["--variants.queue.queue", "50"]
+
+finished = run_of(kd, *EMBED, *QUEUE, "--seeds", "2", "--only", "untrained", "cosine", "queue", "tokens")
+
+
+def whole() -> Digits:
+    data = Digits(train_size=200, test_size=100)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def samples(part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    data = whole()
+    return data.samples(part, torch.arange(data.sizes[part]))
+
+
+@torch.no_grad()
+def test_figures_are_those_of_the_saved_nets(finished: Path) -> None:
+    saved = results(finished)
+    assert saved["metric"] == {"name": "test_neighbours", "higher_is_better": True}
+    (bank, known), (queries, labels) = samples("train"), samples("test")
+    teacher = Embedder(load_net(finished / "seed1" / "teacher"), (1, 8, 8)).eval()
+    for name in ("untrained", "cosine", "queue", "tokens"):
+        net, figures = load_net(finished / "seed1" / name), saved["students"][name]
+        shared = shared_neighbours(net(queries), teacher(queries))
+        assert figures["test_neighbours"][1] == pytest.approx(float(shared.mean()), abs=0.01)  # rows of another batch
+        assert np.mean(figures["test_shared"][1]) == pytest.approx(figures["test_neighbours"][1], abs=1e-5)
+        for key, classify in (("test_knn", vote), ("test_probe", probe)):
+            right = (classify(net(queries), net(bank), known, 10) == labels).double().mean()
+            assert figures[key][1] == pytest.approx(float(right), abs=0.011)
+    assert saved["teacher"]["test_neighbours"] == [1.0, 1.0]
+    assert saved["students"]["cosine"]["delta_vs_ce"]["mean"] == pytest.approx(
+        np.mean(saved["students"]["cosine"]["test_neighbours"])
+        - np.mean(saved["students"]["untrained"]["test_neighbours"])
+    )
+
+
+def test_the_page_shows_neighbours_of_the_student_below_the_teachers(finished: Path) -> None:
+    found = Results.read(load_results(finished))
+    (section,) = pictures.section(found, finished / "seed0", "cosine", whole().test_images)
+    assert [Image.open(io.BytesIO(png)).format for png in section.pictures] == ["PNG", "PNG"]
+    queries, _ = samples("test")
+    with torch.no_grad():
+        near, _ = nearest(*[load_net(finished / "seed0" / "cosine")(queries)] * 2, 7, same=True)
+    assert pictures.read_neighbours(finished / "seed0" / "cosine") == dict(enumerate(near[:4].tolist()))
+
+
+def test_the_untrained_student_is_as_it_began_and_costs_nothing(finished: Path) -> None:
+    begun = with_seed(1, lambda: LightNN((1, 8, 8), 10))
+    ended = load_net(finished / "seed1" / "untrained")
+    assert_same(Embedder(begun, (1, 8, 8)).state_dict(), ended.state_dict())
+    untrained = results(finished)["students"]["untrained"]
+    assert untrained["trained_epochs"] == [0, 0]
+    assert untrained["step_ms"] is untrained["train_flops"] is None
+    assert "Training ended early" not in (finished / "results.md").read_text()
+
+
+def test_alone_is_as_in_company(finished: Path, tmp_path: Path) -> None:
+    kd.main([*EMBED, *QUEUE, "--only", "queue", "--seeds", "1", "--out", str(tmp_path / "run")])
+    assert_same(nets(tmp_path / "run", "seed0/queue"), nets(finished, "seed0/queue"))
+
+
+def test_a_queue_has_the_same_bits_on_one_process_and_on_two(tmp_path: Path) -> None:
+    for devices in ("1", "2"):
+        flags = ["--exact", "4", "--trainer.devices", devices, "--out", str(tmp_path / devices)]
+        kd.main([*EMBED, *QUEUE, "--only", "queue", "rkd", "--seeds", "1", *flags])
+    assert_same(nets(tmp_path / "1"), nets(tmp_path / "2"))
+
+
+def test_a_teacher_is_loaded_without_its_classifier(finished: Path, tmp_path: Path) -> None:
+    """From the weights of a whole net; students learn from it as from the one that was trained."""
+    flags = ["--teacher_ckpt", str(finished / "seed{seed}" / "teacher" / "weights.pt"), "--seeds", "1"]
+    kd.main([*EMBED, *QUEUE, *flags, "--only", "queue", "--out", str(tmp_path / "run")])
+    assert_same(nets(tmp_path / "run", "seed0/queue"), nets(finished, "seed0/queue"))
+    assert results(tmp_path / "run")["teacher"]["fit_seconds"] == [None]
+
+
+def test_students_of_the_teachers_width_have_its_space(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--embed", "teacher", "--student.widths", "[4,6]", "--only", "cosine", "--seeds", "1"]
+    kd.main([*EMBED, *flags, "--out", str(run)])
+    student, teacher = load_net(run / "seed0" / "cosine"), Embedder(load_net(run / "seed0" / "teacher"), (1, 8, 8))
+    queries, _ = samples("test")
+    assert student(queries).shape == teacher(queries).shape
+    assert isinstance(student, Embedder)
+    assert student.width == teacher.width
+
+
+@torch.no_grad()
+def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
+    pixels = (samples("test")[0][:3, 0] * 0.3759 + 0.3049).clamp(0, 1).mul(255).round().byte()
+    (tmp_path / "images").mkdir()
+    for number, image in enumerate(pixels.numpy()):
+        Image.fromarray(image).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "damaged.png").write_bytes(b"no image")
+    out = tmp_path / "embeddings.npz"
+    flags = ["--run", str(finished / "seed0" / "cosine"), "--inputs", str(tmp_path / "images"), "--out", str(out)]
+    with pytest.raises(SystemExit) as stop:
+        predict.main(flags)
+    assert stop.value.code == 1  # one can't be read
+    written = np.load(out)
+    assert written["names"].tolist() == ["0.png", "1.png", "2.png", "damaged.png"]
+    net = load_net(finished / "seed0" / "cosine")
+    expected = net((pixels[:, None] / 255 - 0.3049) / 0.3759)
+    np.testing.assert_allclose(written["embeddings"][:3], expected.numpy(), atol=1e-5)
+    assert np.isnan(written["embeddings"][3]).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["--only", "kd", "--variants.kd", "Hinton"],
+            "--variants.kd Hinton: expected a method that compares embeddings; it learns from classes",
+        ),
+        (["--data.labelled", "30"], "--data.labelled 30: not allowed with --data.task embedding"),
+        ([QUEUE[0], "200"], "--variants.queue.queue 200: expected fewer than the 200 training samples"),
+        (
+            ["--teachers.big", "DeepNN", "--taught_by.cosine", "big"],
+            "--teachers.big DeepNN: not allowed with --data.task embedding",
+        ),
+        (["--zoo", "true"], "--zoo true: not allowed with --data.task embedding"),
+        (["--metric", "f1"], "--metric f1: not allowed with --data.task embedding"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_used_is_one_line(flags: list[str], line: str, refusal: Refusal, tmp_path: Path) -> None:
+    assert refusal(kd.main, *EMBED, *flags, "--out", str(tmp_path / "run")).startswith(line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_embeddings_are_of_embeddings_alone(refusal: Refusal, tmp_path: Path) -> None:
+    line = refusal(kd.main, "--data", "Digits", "--embed", "teacher", "--out", str(tmp_path / "run"))
+    assert line == "--embed teacher: expected --data.task embedding, not --data Digits"
+    line = refusal(kd.main, "--data", "Digits", "--only", "c", "--variants.c", "EmbeddingMatch", "--out", str(tmp_path))
+    assert line.startswith("--variants.c EmbeddingMatch: expected a method that compares classes")
+
+
+class Pretrained(LightNN):
+    """Brings its weights, as models of other libraries do: they depend on no seed."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int = 10) -> None:
+        super().__init__(input_shape, num_classes)
+        other = with_seed(7, lambda: LightNN(input_shape, 10))
+        self.features.load_state_dict(other.features.state_dict())
+
+
+def test_folders_need_no_classes_and_a_net_that_brings_weights_is_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, rng = tmp_path / "images", np.random.default_rng(0)
+    (folder / "deeper").mkdir(parents=True)
+    for number in range(40):
+        image = Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8))
+        image.save(folder / ("deeper" if number % 2 else ".") / f"{number}.png")
+    shutil.copy(folder / "0.png", folder / "deeper" / "notes.txt")
+    flags = ["--data", "ImageFolder", "--data.root", str(folder), "--data.task", "embedding", "--seeds", "1"]
+    flags += ["--trainer.max_epochs", "1", "--only", "untrained", "cosine", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit):
+        kd.main([*flags, "--teacher", "LightNN"])
+    line = "error: --teacher LightNN: expected a teacher that is loaded: ImageFolder has no classes"
+    assert line in capsys.readouterr().err
+    kd.main([*flags, "--teacher", f"{__name__}.Pretrained"])
+    saved = results(tmp_path / "run")
+    assert saved["data"]["train"] + saved["data"]["validation"] + saved["data"]["test"] == 40
+    assert saved["teacher"]["fit_seconds"] == [None]
+    assert "test_knn" not in saved["students"]["cosine"]
