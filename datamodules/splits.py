@@ -125,7 +125,8 @@ def describe_drawn(sizes: Mapping[str, int], tested: Tensor, class_names: Sequen
     untested = [name for name, count in zip(class_names, counts, strict=True) if not count]
     drawn = ", ".join(f"{part} {count:,}" for part, count in sizes.items())
     missing = f"; too small to be tested: {', '.join(untested)}" if untested else ""
-    return f"there is no test set: split by class, as seed {seed} draws: {drawn}{missing}"
+    how = "split by class" if len(class_names) > 1 else "split"
+    return f"there is no test set: {how}, as seed {seed} draws: {drawn}{missing}"
 
 
 def check_sizes(train_size: int | None, test_size: float | None, validation_size: float, subset: Subset) -> None:

@@ -109,7 +109,8 @@ def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Result
     learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
     kinds = {"tokens": "texts", "embedding": f"embeddings of {what}"}
     for_what = kinds.get(facts.task, f"{what} of {len(facts.classes)} classes")
-    return f"A {net} of {count(parameters)} parameters for {for_what}. It {how}{learnt}."
+    article = "An" if net[0] in "AEIOU" else "A"
+    return f"{article} {net} of {count(parameters)} parameters for {for_what}. It {how}{learnt}."
 
 
 def _use(facts: NetFacts) -> Iterator[str]:

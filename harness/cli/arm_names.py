@@ -54,7 +54,7 @@ def arm_names(config: Namespace) -> dict[str, ArmName]:
     """Return the arms of `--only` by name; with `--students`, a variant's name stands for all of its arms.
 
     Raises:
-        BadInput: two arms have one name, or `--only` has a name that is neither a arm's nor a variant's.
+        BadInput: two arms have one name, or `--only` has a name that is neither an arm's nor a variant's.
     """
     settings = vars(config)
     students, variants = settings.get(STUDENTS) or {}, settings.get(VARIANTS) or {}

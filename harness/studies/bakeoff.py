@@ -179,7 +179,10 @@ class BakeOff(SideBySide):
     def after_seed(self, seed: int) -> None:
         self.kind.after_seed(seed)
         if self.config.save_ckpt and is_main_process():
-            for name in [*self.teacher_rows, *self.arms]:
+            with self.kind.data_of_teacher(self.session):
+                for name in self.teacher_rows:
+                    save_classifier(self.session, seed, name)
+            for name in self.arms:
                 save_classifier(self.session, seed, name)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:

@@ -20,7 +20,7 @@ PENALTIES = tuple(10.0**exponent for exponent in range(-6, 3))
 def nearest(queries: Tensor, bank: Tensor, count: int, same: bool = False) -> tuple[Tensor, Tensor]:
     """Return the places (n, count) in a bank (m, D) of the most similar to queries (n, D), and their cosines.
 
-    With `same` the bank is the queries, and each leaves itself out.
+    With `same` the bank begins with the queries, and each leaves itself out.
     """
     parts = list(_nearest(queries, bank, min(count, len(bank) - same), same))
     return torch.cat([places for places, _ in parts]), torch.cat([cosines for _, cosines in parts])

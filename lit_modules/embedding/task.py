@@ -5,16 +5,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-import torchmetrics
 from torch import Tensor
-from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.embedding.neighbours import NEIGHBOURS, difference_of_cosines, shared_neighbours
 from lit_modules.tasks.base import EMBEDDINGS, Metric, Range, Task
-from lit_modules.tasks.scores import Embeddings, Scored, Scores
+from lit_modules.tasks.scores import Embeddings, Gathered, Scored, Scores
 
 SHARED = Metric(
     name="test_neighbours", tested=("test_neighbours",), columns={"test_neighbours": "shared neighbours, %"},
@@ -71,53 +68,20 @@ class NeighbourScores(Scores):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathered = Gathered()
+        self.gathered = Gathered("student", "teacher")
 
     def update(self, logits: Scored, labels: Tensor) -> None:
         assert isinstance(logits, Embeddings)
-        index = torch.arange(len(labels), device=labels.device) if self.index is None else self.index
-        self.gathered.update(index, *logits)
+        self.gathered.update(self.index, student=logits.student, teacher=logits.teacher)
 
     def compute(self) -> dict[str, Tensor]:
-        _, student, teacher = self.gathered.compute()
-        shared = shared_neighbours(student, teacher).mean()
-        return {"loss": difference_of_cosines(student, teacher), "neighbours": shared}
+        gathered = self.gathered.compute()
+        pair = gathered["student"], gathered["teacher"]
+        return {"loss": difference_of_cosines(*pair), "neighbours": shared_neighbours(*pair).mean()}
 
     def per_label(self, logits: Tensor, labels: Tensor, ce: Tensor | None = None) -> dict[str, Tensor]:
         return {}
 
     def of_all_samples(self) -> dict[str, Tensor]:
-        places, student, teacher = self.gathered.compute()
-        return {"place": places, "shared": shared_neighbours(student, teacher)}
-
-
-class Gathered(torchmetrics.Metric):
-    """Embeddings of a student and of its teacher on all ranks, in the order of their places."""
-
-    index: list[Tensor]
-    student: list[Tensor]  # flat, as a rank without a sample does not know the width
-    teacher: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("index", "student", "teacher"):
-            self.add_state(name, [], dist_reduce_fx="cat")
-        self.reset()
-
-    def reset(self) -> None:
-        """Start with none; a rank may get no sample, and others wait for what it has."""
-        super().reset()
-        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
-        self.student, self.teacher = ([torch.zeros(0, dtype=torch.float64, device=self.device)] for _ in range(2))
-
-    def update(self, index: Tensor, student: Tensor, teacher: Tensor) -> None:
-        """Add b samples: their places (b,) and embeddings (b, D_s) and (b, D_t)."""
-        self.index.append(index)
-        self.student.append(student.detach().double().flatten())
-        self.teacher.append(teacher.detach().double().flatten())
-
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places (n,), and embeddings (n, D_s) and (n, D_t)."""
-        index, student, teacher = (dim_zero_cat(parts) for parts in (self.index, self.student, self.teacher))
-        order = index.argsort(stable=True)
-        return index[order], student.view(len(index), -1)[order], teacher.view(len(index), -1)[order]
+        gathered = self.gathered.compute()
+        return {"place": gathered["place"], "shared": shared_neighbours(gathered["student"], gathered["teacher"])}

@@ -37,7 +37,8 @@ class Embedder(Net):
         self.unused_weights = f"net.{classifier}.", f"{classifier}."  # in files of the whole net
         self.net, self.head, self.pooled_layer = net, nn.Sequential(), "head<"
         if isinstance(net, Net):
-            self.feature_layer = f"net.{net.feature_layer}"
+            if feature_layer := getattr(net, "feature_layer", ""):  # a net of others may name none
+                self.feature_layer = f"net.{feature_layer}"
             self.stages, self.preactivations = _inside(net.stages), _inside(net.preactivations)
             self.token_grid, self.expects, self.is_trained = net.token_grid, dict(net.expects), net.is_trained
         with evaluating(net):

@@ -14,8 +14,8 @@ from apprentice.errors import BadInput
 from lit_modules.nets.specs import rebuild
 from lit_modules.objectives.base import cross_entropy, widen
 from lit_modules.tasks.base import Metric, Range, Task, check_classes
-from lit_modules.tasks.own_metric import Gathered, OwnMetric
-from lit_modules.tasks.scores import ExactMean, Scored, Scores
+from lit_modules.tasks.own_metric import OwnMetric
+from lit_modules.tasks.scores import ExactMean, Gathered, Scored, Scores
 
 TOP = 5
 BINS = 15  # of confidence, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
@@ -124,7 +124,7 @@ class ClassScores(Scores):
         if metric != "accuracy":
             self.names = (self.score, *self.names)
         if isinstance(metric, OwnMetric):
-            self.gathered = Gathered(num_classes)
+            self.gathered = Gathered("logits", "labels")
         if metric == "top5":
             self.hits = ExactMean()
 
@@ -135,7 +135,7 @@ class ClassScores(Scores):
         if self.metric == "top5":
             self.hits.update((logits.topk(TOP).indices == labels[:, None]).any(1))
         if isinstance(self.metric, OwnMetric):
-            self.gathered.update(labels.new_zeros(len(labels)) if self.index is None else self.index, logits, labels)
+            self.gathered.update(self.index, logits=logits, labels=labels)
 
     def compute(self) -> dict[str, Tensor]:
         """{"loss", "acc", "correct"} and the metric over all ranks, float64."""
@@ -146,7 +146,8 @@ class ClassScores(Scores):
 
     def _metric(self, confusion: Tensor) -> Tensor:
         if isinstance(self.metric, OwnMetric):
-            return self.metric(*self.gathered.compute())
+            gathered = self.gathered.compute()
+            return self.metric(gathered["logits"], gathered["labels"][:, 0].long())
         if self.metric == "top5":
             return self.hits.compute()
         right, labelled, taken = confusion.diag(), confusion.sum(1), confusion.sum(0)  # (classes,)

@@ -7,13 +7,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import Tensor
-from torchmetrics.utilities.data import dim_zero_cat
 
 from apprentice.errors import BadInput, reason
 from lit_modules.nets.specs import Recorded
-from lit_modules.objectives.base import widen
 from lit_modules.tasks.base import EMA, FIDELITY, Metric
 
 ROWS_OF_A_CLASS = 4  # in a trial
@@ -95,37 +92,3 @@ def describe_own(name: str, higher_is_better: bool) -> Metric:
         title=f"test {name}", chart=f"validation {name}", unit=name, higher_is_better=higher_is_better, scale=1.0,
         digits=4, counted="samples", limits=(-math.inf, math.inf),
     )  # fmt: skip
-
-
-class Gathered(torchmetrics.Metric):
-    """All logits (n, classes) and labels (n,) of all ranks, in the order of their places in the data set."""
-
-    index: list[Tensor]
-    logits: list[Tensor]
-    labels: list[Tensor]
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        for name in ("index", "logits", "labels"):
-            self.add_state(name, [], dist_reduce_fx="cat")
-        self.reset()
-
-    def reset(self) -> None:
-        """Start with none; a rank may get no sample, and others wait for what it has."""
-        super().reset()
-        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
-        self.logits = [torch.zeros(0, self.num_classes, dtype=torch.float64, device=self.device)]
-        self.labels = [torch.zeros(0, dtype=torch.int64, device=self.device)]
-
-    def update(self, index: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add b samples: their places (b,), logits (b, classes) and labels (b,)."""
-        self.index.append(index)
-        self.logits.append(widen(logits.detach()).double())
-        self.labels.append(labels)
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Logits (n, classes) and labels (n,); samples that a loader does not number stay in the order of the ranks."""
-        index, logits, labels = (dim_zero_cat(parts) for parts in (self.index, self.logits, self.labels))
-        order = index.argsort(stable=True)
-        return logits[order], labels[order]

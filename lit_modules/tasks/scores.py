@@ -106,6 +106,41 @@ class Scores(nn.Module):
         return None
 
 
+class Gathered(Metric):
+    """Values (n, ...) of samples by name, such as logits or embeddings, of all ranks in the order of their places."""
+
+    index: list[Tensor]
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        for name in ("index", *names):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with none; a rank may get no sample, and others wait for what it has."""
+        super().reset()
+        self.index = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+        for name in self.names:  # flat, as a rank without a sample does not know the shape of a value
+            setattr(self, name, [torch.zeros(0, dtype=torch.float64, device=self.device)])
+
+    def update(self, index: Tensor | None, **values: Tensor) -> None:
+        """Add b samples: their places (b,), None if they have none, and values (b, ...), kept in float64."""
+        first = next(iter(values.values()))
+        self.index.append(first.new_zeros(len(first), dtype=torch.int64) if index is None else index)
+        for name, x in values.items():
+            getattr(self, name).append(widen(x.detach()).double().flatten())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the places (n,) as `place`, and values (n, k); those without a place are in the order of the ranks."""
+        index = dim_zero_cat(self.index)
+        order = index.argsort(stable=True)
+        flat = {name: dim_zero_cat(getattr(self, name)) for name in self.names}
+        values = {name: x.view(len(index), x.numel() // max(len(index), 1))[order] for name, x in flat.items()}
+        return {"place": index[order], **values}
+
+
 class PerSample(Metric):
     """Values of single samples by name, in the order of their places in the data set."""
 

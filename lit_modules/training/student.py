@@ -130,7 +130,7 @@ class Student(nn.Module):
         context = replace(context, index=rows.places, peers=peers, counted=counts)
         visible = replace_ignored_labels(labels, label_weight)
         terms = _weigh(objective.terms(student, teacher, visible, context), visible, class_weights)
-        for mixed in rows.mixed:
+        for mixed in rows.mixed if context.has_labels else ():
             second = _weigh(objective.terms(student, teacher, mixed.labels, context), mixed.labels, class_weights)
             means = {name: mixed.mean(term.values, second[name].values) for name, term in terms.items()}
             terms = {name: term._replace(values=means[name]) for name, term in terms.items()}

@@ -14,10 +14,14 @@ from datamodules import Digits
 from experiments import kd, predict
 from harness.reports.results import Results, load_results
 from harness.runs.nets import load_net
+from harness.studies.compare import compare, load_runs
 from harness.studies.embedding import pictures
+from lit_modules.classifier import LitClassifier
 from lit_modules.embedding.neighbours import nearest, probe, shared_neighbours, vote
+from lit_modules.embedding.task import Embedding
 from lit_modules.nets import LightNN
 from lit_modules.nets.embedder import Embedder
+from lit_modules.tasks import Classification
 from tests.commands import Refusal, nets, results, run_of
 from tests.training import assert_same
 
@@ -99,6 +103,28 @@ def test_a_teacher_is_loaded_without_its_classifier(finished: Path, tmp_path: Pa
     kd.main([*EMBED, *QUEUE, *flags, "--only", "queue", "--out", str(tmp_path / "run")])
     assert_same(nets(tmp_path / "run", "seed0/queue"), nets(finished, "seed0/queue"))
     assert results(tmp_path / "run")["teacher"]["fit_seconds"] == [None]
+
+
+def test_finished_runs_are_compared_with_the_untrained_student(finished: Path, tmp_path: Path) -> None:
+    flags = ["--only", "untrained", "tokens", "--variants.tokens.temperature", "0.2", "--seeds", "2"]
+    kd.main([*EMBED, *flags, "--out", str(tmp_path / "other")])
+    rows = {row.name: [*row.differences] for row in compare(load_runs([finished, tmp_path / "other"])).rows}
+    assert rows["other/untrained"] == [0.0, 0.0]  # the same nets
+    shared = results(tmp_path / "other")["students"]["tokens"]["test_neighbours"]
+    untrained = results(finished)["students"]["untrained"]["test_neighbours"]
+    assert rows["other/tokens"] == pytest.approx([a - b for a, b in zip(shared, untrained, strict=True)])
+
+
+def test_checkpoints_are_of_a_classifier_and_of_nets_that_embed(tmp_path: Path) -> None:
+    kd.main([*EMBED, "--only", "cosine", "--seeds", "1", "--save_ckpt", "true", "--out", str(tmp_path / "run")])
+    teacher, student = (
+        LitClassifier.load_from_checkpoint(tmp_path / "run" / "seed0" / name / "classifier.ckpt")
+        for name in ("teacher", "cosine")
+    )
+    assert isinstance(teacher.task, Classification)
+    assert isinstance(student.task, Embedding)
+    inputs, _ = samples("test")
+    assert student(inputs).shape == (100, student.net.width)
 
 
 def test_students_of_the_teachers_width_have_its_space(tmp_path: Path) -> None:
@@ -186,6 +212,11 @@ def test_folders_need_no_classes_and_a_net_that_brings_weights_is_not_trained(
     line = "error: --teacher LightNN: expected a teacher that is loaded: ImageFolder has no classes"
     assert line in capsys.readouterr().err
     kd.main([*flags, "--teacher", f"{__name__}.Pretrained"])
+    printed = capsys.readouterr()
+    assert (
+        "teacher Pretrained: its weights depend on no seed, so they are taken as trained" in printed.out + printed.err
+    )
+    assert "split by class" not in printed.out + printed.err
     saved = results(tmp_path / "run")
     assert saved["data"]["train"] + saved["data"]["validation"] + saved["data"]["test"] == 40
     assert saved["teacher"]["fit_seconds"] == [None]

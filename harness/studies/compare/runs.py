@@ -105,6 +105,8 @@ def load_run(folder: str | Path, path: Path, name: str, like: FinishedRun | None
     kind = EXPERIMENTS["kd" if results.teacher else "variants" if results.config.get("variants") else "gpt"]
     if kind is EXPERIMENTS["variants"]:
         kind = replace(kind, baseline=results.baselines[0])
+    elif kind is EXPERIMENTS["kd"]:
+        kind = replace(kind, baseline=results.metric.baseline)
     run = FinishedRun(name, path, results, kind)
     if like and run.kind != like.kind:
         expected = f"{like.kind}, to compare with {like.name}"

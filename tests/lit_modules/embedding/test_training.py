@@ -47,6 +47,17 @@ def test_any_number_of_processes_gives_the_same(devices: int, tmp_path: Path) ->
     assert_agree(one, several)
 
 
+def test_mixed_and_augmented_images_are_the_same_view_for_both_nets(tmp_path: Path) -> None:
+    """On any number of processes; a student that is its teacher has nothing to learn from such a view."""
+    views = {"mixup": 0.8, "augment": True}
+    one, two = (outcome(module(), data(**views), tmp_path, TAGS, n, precision="64-true") for n in (1, 2))
+    assert_agree(one, two)
+    students = {"same": (embedder(seed=1), EmbeddingMatch("mse"))}
+    same = Distillation(embedder(seed=1), students, SHAPE, task=Embedding(), labelled=False)
+    losses, _ = outcome(same, data(**views), tmp_path, ["same/train/loss"], max_epochs=1)
+    assert losses == [0.0] * 3
+
+
 def test_exact_gives_the_same_bits(tmp_path: Path) -> None:
     one, two = (outcome(module(), data(), tmp_path, TAGS, **on(f"ddp {n} exact 4")) for n in (1, 2))
     assert one[0] == two[0]

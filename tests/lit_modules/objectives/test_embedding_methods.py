@@ -20,10 +20,13 @@ from lit_modules.objectives import (
     Objective,
     SimilarityKL,
     Sum,
+    TokenMatch,
+    TokenSimilarity,
     Untrained,
 )
 from lit_modules.objectives.context import StepContext
 from lit_modules.objectives.embedding_match import ProjectedObjective
+from lit_modules.objectives.token_match import TokenObjective
 from tests.formulas import assert_equal, total
 
 B, LABELS = 6, torch.full((6,), -1)
@@ -72,6 +75,9 @@ def test_an_embedding_that_is_the_teachers_has_a_gradient_of_zero() -> None:
         assert gradient.abs().max() < 1e-12
 
 
+cosine = DISTANCES["cosine"]
+
+
 def kl_of(s: Tensor, t: Tensor, others: list[list[int]], bank: Tensor, of_s: float, of_t: float) -> Tensor:
     """The mean divergence of similarities to places in a bank, row by row."""
 
@@ -108,6 +114,45 @@ def test_a_queue_holds_the_latest_embeddings_this_batch_among_them(queue: int) -
         expected = kl_of(student.logits, teacher.logits, [[*range(len(seen))]] * B, seen, 0.3, 0.3)
         assert_equal(losses(objective, student, teacher), expected, student.logits)
         objective.after_batch(objective.adapt(student), teacher, LABELS)
+
+
+def maps(seed: int, channels: int, height: int, width: int) -> Outputs:
+    x = torch.randn(B, channels, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return Outputs(embed(seed, 5).logits, {"default": x.requires_grad_()})
+
+
+def places(objective: TokenObjective, student: Outputs, teacher: Outputs) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Of each image the student's and the teacher's vectors at each place of the teacher's grid."""
+    f_s, f_t = student.features["default"], teacher.features["default"].detach()
+    linear = objective.projection
+    projected = torch.einsum("oc,bchw->bohw", linear.weight[:, :, 0, 0], f_s) + linear.bias[:, None, None]
+    size = f_t.shape[2:]
+    if projected.shape[2:] != size:
+        projected = torch.nn.functional.interpolate(projected, size, mode="bilinear", align_corners=False)
+    cells = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    return [
+        ([s[:, i, j] for i, j in cells], [t[:, i, j] for i, j in cells]) for s, t in zip(projected, f_t, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [(2, 3), (4, 5)])
+@pytest.mark.parametrize("method", ["mse", "cosine", "similarity"])
+def test_tokens_are_compared_on_the_teachers_grid(method: str, size: tuple[int, int]) -> None:
+    student, teacher = maps(0, 4, *size), maps(1, 3, 2, 3)
+    objective = TokenSimilarity(0.3, 2.0) if method == "similarity" else TokenMatch(method, 2.0)  # type: ignore[arg-type]
+    objective.build(student, teacher)
+    objective.double()
+    rows = []
+    for s, t in places(objective, student, teacher):
+        if method == "similarity":
+            cosines = ([torch.stack([1 - cosine(a, b) for b in x]) for a in x] for x in (t, s))
+            p, q = (torch.stack([(row / 0.3).softmax(0) for row in of_net]) for of_net in cosines)
+            rows.append((p * (p / q).log()).sum(1).mean())
+        else:
+            rows.append(torch.stack([DISTANCES[method](a, b) for a, b in zip(s, t, strict=True)]).mean())
+    fixed = Outputs(teacher.logits, {"default": teacher.features["default"].detach()})
+    found = total(objective(objective.adapt(student), fixed, LABELS))
+    assert_equal(found, 2 * torch.stack(rows).mean(), [student.features["default"], *objective.parameters()])
 
 
 def test_labels_have_no_part_in_what_relates_embeddings() -> None:
