@@ -15,7 +15,7 @@ class Embedder(Net):
     """The embedding of another net: the input of its classifier.
 
     That is the input of a net's `pooled_layer` or, of a net that names none, that of its last linear layer, which is
-    left out. Features of more dimensions are flattened.
+    left out; of a net that `embeds`, its output. Features of more dimensions are flattened.
 
     Attributes:
         width: values of an embedding.
@@ -33,8 +33,9 @@ class Embedder(Net):
     def __init__(self, net: nn.Module, input_shape: Sequence[int] = (3, 32, 32), width: int | None = None) -> None:
         super().__init__()
         net = copy.deepcopy(net)  # whoever has the classifier keeps it
-        classifier = leave_out_classifier(net)
-        self.unused_weights = f"net.{classifier}.", f"{classifier}."  # in files of the whole net
+        if not getattr(net, "embeds", False):
+            classifier = leave_out_classifier(net)
+            self.unused_weights = f"net.{classifier}.", f"{classifier}."  # in files of the whole net
         self.net, self.head, self.pooled_layer = net, nn.Sequential(), "head<"
         if isinstance(net, Net):
             if feature_layer := getattr(net, "feature_layer", ""):  # a net of others may name none
