@@ -20,8 +20,9 @@ from datamodules.loaders import EpochOrder
 from datamodules.text.base import TextData
 from datamodules.text.chat_templates import CONTROL, ChatTemplate, MarkedTurns, Template
 from datamodules.text.conversation_files import Source, open_sources
-from datamodules.text.conversations import Columns, Conversation, read_conversations
+from datamodules.text.conversations import Columns, Conversation, Learn, read_conversations
 from datamodules.text.loaders import LengthOrder, LossPer, TextLoader, pack_texts
+from datamodules.text.near_prompts import count_near
 from datamodules.text.python_help import PythonHelp
 from datamodules.text.token_files import VERSION, TokenFile, TokenizedTexts, is_writable, write_tokens
 from datamodules.text.vocabulary import Subwords, Vocabulary
@@ -44,14 +45,19 @@ class Chat(TextData):
         block_size: tokens of a text at most.
 
     Args:
-        path: a file of JSON lines or Parquet, or a data set of Hugging Face, by name or folder, whose split `test` is
-            tested on if there is one; Parquet and data sets need the extra `datasets`. Default: questions about names
-            of Python's library, and the first sentences of what its documentation says of them.
+        path: a file of JSON lines, of a JSON array, or of Parquet; or a data set of Hugging Face, by folder or name, as
+            NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT, whose split `test` is tested on if there is one.
+            Parquet and data sets need the extra `datasets`. Default: questions about names of Python's library, and the
+            first sentences of what its documentation says of them.
         prompt: the column of prompts; its values are texts, or lists of messages.
         response: the column of responses, likewise.
-        messages: in place of both, the column of lists of messages, each with a `role` and a `content`.
+        messages: in place of both, the column of lists of messages, each with a `role` and a `content`, or `from` and
+            `value`. Columns `system` and `tools` beside it are read, too.
         text: in place of these, the column of plain texts, which are learned whole. Default: the columns `messages`,
-            `prompt` and `response`, or `text`, the first of these that there are.
+            `conversations`, `prompt` and `response` or `completion`, `instruction`, `input` and `output`, or `text`:
+            the first of these that there are.
+        learn: all turns of the assistant, or the `last` of each conversation. Those of which a file says `weight` 0, or
+            `loss` or `train` false, are not learned.
         test_path: conversations to test on, all of them unless `test_size` says less; default: drawn from `path`.
         tokenizer: `bytes`, `characters`, or a tokenizer of Hugging Face by name or folder. In `kd.py` a
             teacher that is a HuggingFaceLM brings its own; default: bytes.
@@ -84,6 +90,7 @@ class Chat(TextData):
         response: str | None = None,
         messages: str | None = None,
         text: str | None = None,
+        learn: Learn = "all",
         test_path: str | Path | None = None,
         tokenizer: str | None = None,
         template: str | Path | None = None,
@@ -100,8 +107,9 @@ class Chat(TextData):
             raise BadInput("data.max_length", max_length, "a whole number of tokens, at least 2")
         if self.labelled is not None:
             raise BadInput("data.labelled", self.labelled, "not allowed, as each token of a response is its own label")
-        if loss_per not in get_args(LossPer):
-            raise BadInput("data.loss_per", loss_per, " or ".join(get_args(LossPer)))
+        for option, value, kind in (("loss_per", loss_per, LossPer), ("learn", learn, Learn)):
+            if value not in get_args(kind):
+                raise BadInput(f"data.{option}", value, " or ".join(get_args(kind)))
         if sort_lengths and pack:
             raise BadInput(
                 "data.sort_lengths", True, "false beside `data.pack true`, which fills rows with any lengths"
@@ -110,7 +118,7 @@ class Chat(TextData):
             flag = "sort_lengths" if sort_lengths else "pack"
             raise BadInput(f"data.{flag}", True, "false beside `data.partition`, which deals conversations one by one")
         self.sort_lengths, self.packs_samples, self.loss_per = sort_lengths, pack, loss_per
-        self.columns = Columns(prompt, response, messages, text)
+        self.columns, self.learn = Columns(prompt, response, messages, text), learn
         self.columns.check()
         self.path, self.test_path = (None if p is None else str(p) for p in (path, test_path))
         self.tokenizer, self.block_size = tokenizer, max_length
@@ -133,8 +141,12 @@ class Chat(TextData):
             if not len(file.index):
                 expected = f"a token of a response in some conversation; {file.describe_left_out()}"
                 raise BadInput(source.flag, source, expected)
+            if not isinstance(source, PythonHelp):
+                self.say(f"{source}: read as {file.describe_shape()}")
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
+        if has_turns and not template.ends_turns():
+            self.say("no special token ends a turn of this template: nets don't learn where a response ends")
         self._split()
         self.limit_parts(None)
 
@@ -183,11 +195,14 @@ class Chat(TextData):
             raise BadInput("data.path", self.path, expected) from None
         train, validation = (TokenizedTexts.of(training, usable[rest[places]]) for places in drawn)
         tested = TokenizedTexts.of(others[0], test) if others else TokenizedTexts.of(training, usable[test])
+        signatures = (x.file.signatures[x.places.numpy()] for x in (tested, train))
+        if near := count_near(*signatures):
+            self.say(f"{near:,} of {len(tested.places):,} test prompts nearly equal one that trains")
         parts: dict[str, Any] = {"train": train, "validation": validation, "test": tested}
         self._splits = parts
 
     def _conversations(self, source: Source) -> Iterator[Conversation]:
-        return read_conversations(source.rows(), self.columns, source, source.flag)
+        return read_conversations(source.rows(), self.columns, source, source.flag, self.learn)
 
     def _vocabulary(self, sources: Iterable[Source]) -> Vocabulary | Subwords:
         if self.tokenizer in {None, "bytes"}:
@@ -217,7 +232,7 @@ class Chat(TextData):
 
     def _open(self, source: Source, template: Template) -> TokenFile:
         """Map the tokens of a source, which an earlier run may have written."""
-        determines = [VERSION, source.key(), tuple(self.columns), self.block_size, template.key()]
+        determines = [VERSION, source.key(), tuple(self.columns), self.learn, self.block_size, template.key()]
         name = hashlib.blake2b(repr(determines).encode(errors="surrogatepass"), digest_size=12).hexdigest()
         folder = self._cache_folder(source) / f"{name}.tokens"
         if not folder.is_dir():

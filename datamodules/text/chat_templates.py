@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from apprentice.errors import BadInput, reason
-from datamodules.text.conversations import ASSISTANT, Conversation, Message
+from datamodules.text.conversations import Conversation
+from datamodules.text.turns import ASSISTANT, CALLS, KNOWN
 from datamodules.text.vocabulary import Subwords, Vocabulary
 
 END = "\x03"  # after each turn of the built-in template
@@ -19,6 +20,9 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 DAY = datetime.date(2024, 7, 26)  # on which all conversations are rendered, so that tokens don't depend on today
 SENTINEL = "\u27earesponse\u27eb"  # in place of a content, to see where a template puts it
+
+
+Span = tuple[int, int]  # the first character, and the one after the last
 
 
 class TokenizedConversation(NamedTuple):
@@ -49,6 +53,12 @@ class Template(Protocol):
     def ends_of_texts(self) -> tuple[int, ...]:
         """Tokens that end a plain text."""
 
+    def ends_turns(self) -> bool:
+        """Whether a response's last token ends it; else a net does not learn where to stop."""
+
+    def reads(self, key: str) -> bool:
+        """Whether it may read this key of a message."""
+
 
 class MarkedTurns:
     """The built-in template, of characters or bytes: a control character for the role, the content, U+0003.
@@ -68,6 +78,12 @@ class MarkedTurns:
 
     ends_of_texts = ends
 
+    def ends_turns(self) -> bool:
+        return True
+
+    def reads(self, key: str) -> bool:
+        return False
+
     @staticmethod
     def characters(conversation: Conversation) -> set[str]:
         """Return the characters of a conversation, with those of the template."""
@@ -75,6 +91,9 @@ class MarkedTurns:
         return {END, *MARKS.values()}.union(conversation.text or "", *contents)
 
     def encode(self, conversation: Conversation) -> TokenizedConversation:
+        if conversation.tools or CALLS in conversation.keys:
+            expected = "a tokenizer whose chat template writes tools: the built-in one writes none"
+            raise BadInput("data.tokenizer", "bytes or characters", f"{expected}, and {conversation.name} has some")
         pieces = [(conversation.text + END, True)] if conversation.text is not None else []
         for i, message in enumerate(conversation.messages):
             mark = MARKS.get(message["role"])
@@ -147,15 +166,24 @@ class ChatTemplate:
 
     def ends(self) -> tuple[int, ...]:
         """The tokenizer's end token, and the special token that ends a turn."""
+        return tuple(dict.fromkeys([*self.ends_of_texts(), *self._ends_of_turns()]))
+
+    def ends_turns(self) -> bool:
+        return bool(self._ends_of_turns())
+
+    def reads(self, key: str) -> bool:
+        return re.search(rf"\b{re.escape(key)}\b", self.template or "") is not None
+
+    def _ends_of_turns(self) -> list[int]:
+        """The special token that ends a turn, if there is one."""
         if not self.template:
-            return self.ends_of_texts()
+            return []
         turns = {"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}
         encoded = self.encode(Conversation("a turn", turns))
         if not encoded.learned.any() and not encoded.cut:
             raise self._refusal("one that marks the assistant's turns by {% generation %}; it marks nothing of a turn")
         last = [int(token) for token in encoded.tokens[encoded.learned][-1:]]  # none where all of it crosses a border
-        special = last if self._special.fullmatch(self.tokenizer.decode(last)) else []
-        return tuple(dict.fromkeys([*self.ends_of_texts(), *special]))
+        return last if self._special.fullmatch(self.tokenizer.decode(last)) else []
 
     def ends_of_texts(self) -> tuple[int, ...]:
         """The tokenizer's end token, if it has one."""
@@ -168,48 +196,69 @@ class ChatTemplate:
         if not self.template:
             expected = "a tokenizer with a chat template; `data.template FILE` brings one, `data.text` needs none"
             raise BadInput("data.tokenizer", self.vocabulary.name, expected)
-        messages = conversation.messages
+        for role in {message["role"] for message in conversation.messages} - {*KNOWN}:
+            if not self.reads(role):
+                expected = f"a role that the template knows, such as {', '.join(KNOWN)}, in {conversation.name}"
+                raise BadInput("data.messages", role, expected)
+        if conversation.tools and not self.reads("tools"):
+            raise self._refusal(f"one that writes tools, which {conversation.name} has")
         if self.has_marks:
-            text, spans = self._mark_responses(messages, conversation.name)
-            if conversation.prompted:
-                spans = spans[len(self._mark_responses(messages[: conversation.prompted], conversation.name)[1]) :]
+            text, spans = self._marked_turns(conversation)
         else:
-            text = self._render(messages, conversation.name)
-            spans = [self._turn(messages, i, text, conversation.name) for i in conversation.learned]
+            text = self._render(conversation)
+            spans = [self._turn(conversation, i, text) for i in conversation.learned]
         return self._tokenize(text, spans, conversation.name)
 
-    def _plain(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+    def _plain(self, text: str) -> tuple[str, list[Span]]:
         """A text between the tokens for the beginning, if the tokenizer puts one, and for the end; the span learned."""
         begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
         if self.tokenizer("").input_ids[:1] != [self.tokenizer.bos_token_id]:
             begin = ""
         return begin + text + end, [(len(begin), len(begin + text + end))]
 
-    def _mark_responses(self, messages: Sequence[Message], name: str) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation, and the characters of it between marks."""
+    def _marked_turns(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """A conversation, and the characters of it between marks, but for those of turns that are not learned."""
+        text, spans = self._mark_responses(conversation)
+        if conversation.prompted:
+            spans = spans[len(self._mark_responses(conversation, conversation.prompted)[1]) :]
+        if not conversation.unlearned:
+            return text, spans
+        if len(spans) != len(conversation.answers):
+            raise self._refusal(
+                f"one with a mark for each of the assistant's turns, of which {conversation.name} learns some"
+            )
+        turns = zip(conversation.answers, spans, strict=True)
+        return text, [span for turn, span in turns if turn not in conversation.unlearned]
+
+    def _mark_responses(self, conversation: Conversation, count: int | None = None) -> tuple[str, list[Span]]:
+        """A conversation's first messages, and the characters of them between marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        options = dict[str, Any](chat_template=self.template, return_assistant_tokens_mask=True)
+        options["tools"] = list(conversation.tools) or None
         try:
-            texts, spans = render_jinja_template([list(messages)], **options, **self.tokenizer.special_tokens_map)
+            texts, spans = render_jinja_template(
+                [list(conversation.messages[:count])], **options, **self.tokenizer.special_tokens_map
+            )
         except Exception as error:  # noqa: BLE001 - whatever a template raises
-            raise self._refuses(name, error) from None
+            raise self._refuses(conversation.name, error) from None
         return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
 
-    def _turn(self, messages: Sequence[Message], number: int, text: str, name: str) -> tuple[int, int]:
+    def _turn(self, conversation: Conversation, number: int, text: str) -> Span:
         """The characters of `text`, the whole, from where a turn is generated to where it ends."""
+        message = conversation.messages[number]
         try:
-            before = self._render(messages[:number], name, add_generation_prompt=True)
-            until = self._render(messages[: number + 1], name)
+            before = self._render(conversation, number, add_generation_prompt=True)
+            until = self._render(conversation, number + 1)
         except BadInput:  # some templates take no conversation that ends so
             before, until = text, ""
         if until.startswith(before) and text.startswith(until):
             begin, end = len(before), len(until)
         else:
-            begin, end = self._find_response(messages, number, text, name)
-        last_line = messages[number]["content"].strip().rpartition("\n")[2]
-        if last_line not in text[begin:end]:
-            expected = f"one that shows the contents of turns; that of {name} is not there"
+            begin, end = self._find_response(conversation, number, text)
+        last_line = message["content"].strip().rpartition("\n")[2]
+        if last_line not in text[begin:end] or (CALLS in message and not self.reads(CALLS)):
+            expected = f"one that shows the contents of turns; that of {conversation.name} is not there"
             raise self._refusal(expected)
         ends = [m.end() for m in self._special.finditer(text, begin, end)]
         if ends and not text[ends[-1] : end].strip():
@@ -217,29 +266,30 @@ class ChatTemplate:
         following = self._special.match(text, end)
         return begin, following.end() if following else end
 
-    def _find_response(self, messages: Sequence[Message], number: int, text: str, name: str) -> tuple[int, int]:
+    def _find_response(self, conversation: Conversation, number: int, text: str) -> Span:
         """The characters of a turn's content, where only these change with the content."""
-        content = messages[number]["content"]
-        other = [*messages]
-        other[number] = {**messages[number], "content": SENTINEL}
-        before, _, after = self._render(other, name).partition(SENTINEL)
+        message = conversation.messages[number]
+        content, other = message["content"], [*conversation.messages]
+        other[number] = {**message, "content": SENTINEL}
+        before, _, after = self._render(conversation._replace(messages=tuple(other))).partition(SENTINEL)
         for part in (content, content.strip()):
-            if before + part + after == text and SENTINEL not in after:
+            if before + part + after == text and SENTINEL not in after and CALLS not in message:
                 return len(before), len(before) + len(part)
         expected = "one that marks turns by {% generation %}, or renders the first turns as it does within the whole"
-        raise self._refusal(f"{expected}; not so in {name}")
+        raise self._refusal(f"{expected}; not so in {conversation.name}")
 
-    def _render(self, messages: Sequence[Message], name: str, **options: Any) -> str:
-        options |= {"chat_template": self.template, "tokenize": False}
+    def _render(self, conversation: Conversation, count: int | None = None, **options: Any) -> str:
+        """The text of a conversation's first messages, or of all."""
+        options |= {"chat_template": self.template, "tokenize": False, "tools": list(conversation.tools) or None}
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+            return str(self.tokenizer.apply_chat_template(list(conversation.messages[:count]), **options))
         except Exception as error:  # noqa: BLE001 - whatever a template raises
-            raise self._refuses(name, error) from None
+            raise self._refuses(conversation.name, error) from None
 
     def _refuses(self, name: str, error: Exception) -> BadInput:
         return self._refusal(f"one that takes the data's conversations; of {name} it says: {reason(error)}")
 
-    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]], name: str) -> TokenizedConversation:
+    def _tokenize(self, text: str, spans: Sequence[Span], name: str) -> TokenizedConversation:
         """Tokens of a text; one is learned if all of its characters are within a span."""
         try:
             text.encode()  # a half of a surrogate pair has no bytes

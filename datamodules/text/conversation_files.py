@@ -1,28 +1,30 @@
-"""Where conversations come from: files of JSON lines or Parquet, and data sets of Hugging Face."""
+"""Where conversations come from: files of JSON or Parquet, and data sets of Hugging Face."""
 
+import codecs
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput, reason
-from apprentice.extras import Missing, need
+from apprentice.extras import need
 from datamodules.files import check_file, check_names
 from datamodules.text.conversations import NamedRow
+from datamodules.text.hub_sets import SET_NAME, SplitOfSet, open_set
 from datamodules.text.python_help import PythonHelp
 from datamodules.text.token_files import hash_file
+from datamodules.text.turns import without_nulls
 
 OTHERS = (".txt", ".csv", ".tsv", ".gz", ".zip", ".zst", ".xz")  # of names that are a file's, whatever is in it
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # of a data set: one word, or an owner's and one
-LINES, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+ARRAY = ".json"  # of lines, or of one array
+LINES, PARQUET = (".jsonl", ".ndjson", ARRAY), ".parquet"
 ROWS_AT_ONCE = 1024  # of a Parquet file
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of JSON lines or Parquet, read row by row."""
+    """A file of JSON lines or Parquet, read row by row, or of one JSON array."""
 
     path: Path
     flag: str = "data.path"  # that chooses it
@@ -38,7 +40,8 @@ class File:
     def rows(self) -> Iterator[NamedRow]:
         """Read the rows; BadInput if the file can't be read, or names the line that is no JSON object in UTF-8."""
         try:
-            yield from (_parquet_rows if self.path.suffix == PARQUET else _json_rows)(self)
+            read = _parquet_rows if self.path.suffix == PARQUET else _array_rows if _is_array(self.path) else _json_rows
+            yield from read(self)
         except OSError as error:
             raise BadInput(self.flag, self.path, f"a file that can be read ({reason(error)})") from None
 
@@ -46,44 +49,18 @@ class File:
         return str(self.path)
 
 
-@dataclass(frozen=True)
-class HubSplit:
-    """A split of a data set of Hugging Face, mapped by the package `datasets`."""
-
-    data: Any  # datasets.Dataset
-    path: str
-    split: str
-    flag: str = "data.path"
-
-    @property
-    def folder(self) -> Path:
-        import datasets
-
-        return Path(self.path).absolute() if Path(self.path).is_dir() else Path(datasets.config.HF_DATASETS_CACHE)
-
-    def key(self) -> str:
-        return str(self.data._fingerprint)
-
-    def rows(self) -> Iterator[NamedRow]:
-        for number, row in enumerate(self.data, 1):
-            yield f"{self.split} row {number}", row
-
-    def __str__(self) -> str:
-        return f"{self.path} ({self.split})"
-
-
-Source = File | HubSplit | PythonHelp
+Source = File | SplitOfSet | PythonHelp
 
 
 def open_sources(path: str | None, test_path: str | None) -> list[Source]:
     """Return the sources of conversations to train on and, if there are such, to test on.
 
     Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face
-    by folder or name, whose splits are `train` and perhaps `test`.
+    by folder or name: see `open_set`.
 
     Raises:
         Missing: Parquet and data sets need the extra `datasets`.
-        BadInput: there is no such file or data set, or no split `train`.
+        BadInput: there is no such file or data set, or no split to train on.
     """
     training: list[Source] = [PythonHelp()] if path is None else _open(path)
     if test_path is None:
@@ -97,7 +74,7 @@ def _open(path: str, flag: str = "data.path") -> list[Source]:
     known, named = {*LINES, PARQUET}, "a file with conversations"
     if not file.exists() and file.suffix in known:
         raise BadInput(flag, path, f"{named}; it is not there")
-    if not file.exists() and (file.suffix in OTHERS or not HUB_NAME.fullmatch(path)):
+    if not file.exists() and (file.suffix in OTHERS or not SET_NAME.fullmatch(path)):
         raise BadInput(flag, path, f"{named}, or a data set of Hugging Face; there is none")
     if file.suffix in known or not file.is_dir():
         check_file(file, flag, named)
@@ -108,29 +85,7 @@ def _open(path: str, flag: str = "data.path") -> list[Source]:
     if file.is_file():
         expected = f"a file of JSON lines or Parquet, whose name ends in {', '.join((*LINES, PARQUET))}"
         raise BadInput(flag, path, f"{expected}; `data Text` reads plain text")
-    return _open_set(str(file) if file.is_dir() else path, flag)
-
-
-def _open_set(path: str, flag: str) -> list[Source]:
-    try:
-        need("datasets", "datasets")
-    except Missing as missing:
-        if Path(path).is_dir():
-            raise
-        expected = f"a file of JSON lines or Parquet, and there is none; or a data set of Hugging Face, by {missing}"
-        raise BadInput(flag, path, expected) from None
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        saved = (Path(path) / "dataset_dict.json").is_file()
-        splits = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
-    except Exception as error:  # noqa: BLE001 - whatever a data set's own reader does
-        expected = f"a file of JSON lines or Parquet, or a data set of Hugging Face; {reason(error)}"
-        raise BadInput(flag, path, expected) from None
-    if "train" not in splits:
-        raise BadInput(flag, path, f"a split train; it has {', '.join(splits)}")
-    return [HubSplit(splits[name], path, name, flag) for name in ("train", "test") if name in splits]
+    return [*open_set(str(file) if file.is_dir() else path, flag)]
 
 
 def _parquet_rows(source: File) -> Iterator[NamedRow]:
@@ -144,7 +99,7 @@ def _parquet_rows(source: File) -> Iterator[NamedRow]:
             for batch in file.iter_batches(ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", row
+                    yield f"row {number}", {name: without_nulls(value) for name, value in row.items()}
     except pyarrow.ArrowException as error:
         raise BadInput(source.flag, source.path, f"a file of Parquet; it says: {reason(error)}") from None
 
@@ -154,6 +109,25 @@ def _json_rows(source: File) -> Iterator[NamedRow]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"line {number}", _json_object(source, number, line)
+
+
+def _is_array(path: Path) -> bool:
+    """Return whether a file's first character that is no space opens an array of JSON, and its name allows one."""
+    if path.suffix != ARRAY:
+        return False
+    with path.open("rb") as file:
+        return next((line.removeprefix(codecs.BOM_UTF8).lstrip()[:1] for line in file if line.strip()), b"") == b"["
+
+
+def _array_rows(source: File) -> Iterator[NamedRow]:
+    try:
+        rows = json.loads(source.path.read_text("utf-8-sig"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
+        raise BadInput(source.flag, source, f"an array of JSON objects; it is none: {error}") from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise BadInput(source.flag, source, f"an array of JSON objects; item {number} is a {type(row).__name__}")
+        yield f"item {number}", row
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

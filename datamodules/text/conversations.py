@@ -2,15 +2,27 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from apprentice.errors import BadInput
+from datamodules.text.turns import (
+    ASSISTANT,
+    CALLS,
+    READ,
+    SYSTEM,
+    USER,
+    Message,
+    Turns,
+    read_content,
+    read_text,
+    read_tools,
+    read_turns,
+    with_system,
+)
 
-ASSISTANT, USER = "assistant", "user"
-USUAL = (("messages",), ("prompt", "response"), ("text",))  # columns that are taken where none is named
 OPTIONS = ("prompt", "response", "messages", "text")
-
-Message = Mapping[str, Any]  # its role and content, and what else a template may read
+TOOLS = "tools"  # the column of the schemas of tools, beside messages
+Learn = Literal["all", "last"]
 NamedRow = tuple[str, Mapping[str, Any]]  # a name, such as `line 3`, and values by column
 
 
@@ -21,10 +33,19 @@ class Conversation(NamedTuple):
     messages: tuple[Message, ...]
     text: str | None = None
     prompted: int = 0  # messages that are of a column of prompts
+    unlearned: frozenset[int] = frozenset()  # places of messages that are not learned, though the assistant's
+    tools: tuple[Any, ...] = ()  # schemas of those that the assistant may call
+    shape: str = ""  # what columns it was made of
+    unread: tuple[str, ...] = ()  # columns that it was not made of
 
     @property
     def learned(self) -> tuple[int, ...]:
         """The places of the messages that are learned."""
+        return tuple(i for i in self.answers if i not in self.unlearned)
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The places of the assistant's messages that no column of prompts holds."""
         turns = enumerate(self.messages)
         return tuple(i for i, message in turns if i >= self.prompted and message["role"] == ASSISTANT)
 
@@ -37,30 +58,42 @@ class Conversation(NamedTuple):
         return json.dumps(self.messages[:first], default=str)
 
     @property
-    def response(self) -> str:
-        """What is learned, as text."""
+    def question(self) -> str:
+        """The contents of the prompt, as text, but for a system's, which many share."""
         if self.text is not None:
             return self.text
-        return "".join(self.messages[i]["content"] or "" for i in self.learned)
+        first = self.learned[0] if self.learned else len(self.messages)
+        return "\n".join(message["content"] for message in self.messages[:first] if message["role"] != SYSTEM)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to learn."""
-        return not self.response.strip()
+        if self.text is not None:
+            return not self.text.strip()
+        return not any(self.messages[i]["content"].strip() or self.messages[i].get(CALLS) for i in self.learned)
 
     @property
     def lacks_prompt(self) -> bool:
         """Whether the first message is learned: nothing asks for it."""
         return self.learned[:1] == (0,)
 
+    @property
+    def keys(self) -> set[str]:
+        """Keys of messages that a template may read, or not."""
+        return {key for message in self.messages for key in message} - READ
+
 
 class Columns(NamedTuple):
-    """Names of the columns: of prompt and response, of messages, or of plain texts."""
+    """Names of the columns: of prompt and response, of messages, or of plain texts.
+
+    An `addition` follows its prompt, if it is not empty, in a line of its own.
+    """
 
     prompt: str | None = None
     response: str | None = None
     messages: str | None = None
     text: str | None = None
+    addition: str | None = None
 
     def check(self) -> None:
         """Raise BadInput for columns of two kinds, or a prompt without a response."""
@@ -75,16 +108,38 @@ class Columns(NamedTuple):
             if (column := getattr(self, option)) is not None and column not in names:
                 raise BadInput(f"data.{option}", column, f"a column of {path}: {', '.join(names) or 'it has none'}")
         if any(self):
-            return self
+            is_alpaca = (self.prompt, self.response) == ("instruction", "output") and "input" in names
+            return self._replace(addition="input") if is_alpaca else self
         for usual in USUAL:
-            if set(usual) <= {*names}:
-                return Columns(**{option: option for option in usual})
+            if {*filter(None, usual._replace(addition=None))} <= {*names}:
+                return usual if usual.addition in names else usual._replace(addition=None)
         expected = f"`data.prompt COLUMN` and `data.response COLUMN` beside it; it has {', '.join(names) or 'none'}"
         raise BadInput(flag, path, expected)
 
+    def describe(self, names: Sequence[str]) -> str:
+        """Say what is read of the columns there are."""
+        asked = " and ".join(filter(None, (self.prompt, self.addition)))
+        main = self.text or self.messages or f"{asked} as prompt, {self.response} as response"
+        return ", ".join([main, *self._beside(names)])
+
+    def others(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns that are not read."""
+        return tuple(name for name in names if name not in {*self, *self._beside(names)})
+
+    def _beside(self, names: Sequence[str]) -> list[str]:
+        return [name for name in (SYSTEM, TOOLS) if name in names and self.text is None]
+
+
+# Columns that are taken where none is named: of OpenAI, ShareGPT, TRL, Alpaca and others.
+USUAL = (
+    Columns(messages="messages"), Columns(messages="conversations"), Columns(messages="conversation"),
+    Columns(prompt="prompt", response="response"), Columns(prompt="prompt", response="completion"),
+    Columns(prompt="instruction", response="output", addition="input"), Columns(text="text"),
+)  # fmt: skip
+
 
 def read_conversations(
-    rows: Iterable[NamedRow], columns: Columns, path: object, flag: str = "data.path"
+    rows: Iterable[NamedRow], columns: Columns, path: object, flag: str = "data.path", learn: Learn = "all"
 ) -> Iterator[Conversation]:
     """Make conversations of the rows of a path, chosen by a flag; the first row tells which columns there are.
 
@@ -94,39 +149,43 @@ def read_conversations(
     chosen: Columns | None = None
     for name, row in rows:
         chosen = chosen or columns.among(list(row), path, flag)
-        yield _conversation(name, row, chosen)
+        conversation = _conversation(name, row, chosen)
+        if learn == "last":
+            conversation = conversation._replace(
+                unlearned=frozenset(conversation.learned[:-1]) | conversation.unlearned
+            )
+        yield conversation._replace(shape=chosen.describe(list(row)), unread=chosen.others(list(row)))
     if chosen is None:
         raise BadInput(flag, path, "a file of conversations; this one is empty")
 
 
 def _conversation(name: str, row: Mapping[str, Any], columns: Columns) -> Conversation:
     if columns.text is not None:
-        return Conversation(name, (), _text(row.get(columns.text), name, "text"))
+        return Conversation(name, (), read_text(row.get(columns.text), name, "text"))
     if columns.messages is not None:
-        return Conversation(name, _messages(row.get(columns.messages), name, "messages"))
-    turns, prompted = list[Message](), 0
-    for option, column, role in (("prompt", columns.prompt, USER), ("response", columns.response, ASSISTANT)):
-        value, prompted = row.get(str(column)), len(turns)
-        is_list = isinstance(value, list)
-        turns += _messages(value, name, option) if is_list else [{"role": role, "content": _text(value, name, option)}]
-    return Conversation(name, tuple(turns), prompted=prompted)
+        prompted, turns = 0, read_turns(row.get(columns.messages), name, "messages")
+    else:
+        question, answer = _prompt(name, row, columns), _turns(row.get(str(columns.response)), name, "response")
+        prompted = len(question.messages)
+        turns = Turns(question.messages + answer.messages, frozenset(prompted + i for i in answer.unlearned))
+    messages = with_system(read_content(row.get(SYSTEM), name, "path"), turns.messages)
+    shift = len(messages) - len(turns.messages)
+    unlearned = frozenset(place + shift for place in turns.unlearned)
+    tools = read_tools(row.get(TOOLS), name)
+    return Conversation(name, messages, None, prompted and prompted + shift, unlearned, tools)
 
 
-def _messages(value: Any, name: str, option: str) -> tuple[Message, ...]:
-    """Turns as templates take them: contents that are lists of texts become one text."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        raise BadInput(f"data.{option}", name, "a list of messages, each with a role and a content")
-    return tuple({**message, "content": _content(message.get("content"), name, option)} for message in value)
+def _prompt(name: str, row: Mapping[str, Any], columns: Columns) -> Turns:
+    asked = _turns(row.get(str(columns.prompt)), name, "prompt")
+    addition = read_text(row.get(columns.addition), name, "path") if columns.addition else ""
+    if not addition:
+        return asked
+    return Turns(({"role": USER, "content": f"{asked.messages[0]['content']}\n{addition}"},))
 
 
-def _content(value: Any, name: str, option: str) -> str:
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        value = "".join(str(part.get("text")) for part in value)
-    return _text(value, name, option)
-
-
-def _text(value: Any, name: str, option: str) -> str:
-    """A text; "" of nothing, which leaves the conversation out later."""
-    if value is not None and not isinstance(value, str):
-        raise BadInput(f"data.{option}", name, f"a text there; it is a {type(value).__name__}")
-    return value or ""
+def _turns(value: Any, name: str, option: str) -> Turns:
+    """Return the turns of a column of prompts or responses: a text, or a list of messages."""
+    if isinstance(value, list):
+        return read_turns(value, name, option)
+    role = USER if option == "prompt" else ASSISTANT
+    return Turns(({"role": role, "content": read_text(value, name, option)},))

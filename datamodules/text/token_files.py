@@ -21,9 +21,11 @@ from apprentice.errors import BadInput
 from datamodules.splits import Split
 from datamodules.text.chat_templates import Template, TokenizedConversation
 from datamodules.text.conversations import Conversation
+from datamodules.text.near_prompts import HASHES, sign
 
-VERSION = 3
+VERSION = 4
 GROUPS = "groups.bin"  # of texts that are grouped by more than their prompts
+SIGNATURES = "signatures.bin"
 LISTED = 5  # names of conversations in a message
 EMPTY, CUT_OFF = "empty", "cut off by max_length before the response"
 NO_PROMPT = "of which the assistant's turn is the first"
@@ -39,7 +41,8 @@ INDEX = np.dtype(
 class TokenFile:
     """Tokens of n texts of at most `max_length` each, mapped from a folder.
 
-    `facts` say what was left out: counts and names by reason. No split parts texts of one group.
+    `facts` say what was left out: counts and names by reason, and which columns and keys were read and which were not.
+    No split parts texts of one group.
     """
 
     folder: Path
@@ -48,6 +51,7 @@ class TokenFile:
     index: np.ndarray  # (n,) of INDEX
     facts: dict[str, Any]
     groups: np.ndarray  # (n,); where a source has none, those of a prompt
+    signatures: np.ndarray  # (n, 64), see `near_prompts`
 
     @classmethod
     def open(cls, folder: Path) -> "TokenFile":
@@ -63,12 +67,18 @@ class TokenFile:
                 )
             )
             groups = np.fromfile(folder / GROUPS, np.int64) if facts.get("grouped") else index["prompt"]
-            counts = facts["tokens"], facts["tokens"], facts["texts"], facts["texts"]
-            if (len(tokens), len(learned), len(index), len(groups)) != counts:
+            signatures = np.fromfile(folder / SIGNATURES, np.uint32).reshape(-1, HASHES)
+            counts = facts["tokens"], facts["tokens"], *[facts["texts"]] * 3
+            if tuple(map(len, (tokens, learned, index, groups, signatures))) != counts:
                 raise ValueError("files were cut short")
         except (OSError, ValueError, LookupError) as error:
             raise BadInput("data.cache_dir", folder, f"whole files of tokens, or none: delete it; {error}") from None
-        return cls(folder, tokens, learned, index, facts, groups)
+        return cls(folder, tokens, learned, index, facts, groups, signatures)
+
+    def describe_shape(self) -> str:
+        """What the texts were made of, as text."""
+        unread = ", ".join(self.facts["unread"])
+        return self.facts["shape"] + (f"; not read: {unread}" if unread else "")
 
     def describe_left_out(self) -> str:
         """What was left out and cut, as text; "" if nothing was."""
@@ -185,13 +195,15 @@ def _write(
     groups: Mapping[str, int] | None,
 ) -> dict[str, Any]:
     """Write the files; return the facts."""
-    counts, names, numbers = Counter[str](), dict[str, list[str]](), list[int]()
+    counts, names, numbers, shape, unread = Counter[str](), dict[str, list[str]](), list[int](), "", set[str]()
     with contextlib.ExitStack() as stack:
-        paths = (folder / f"{name}.bin" for name in ("tokens", "learned", "index"))
-        tokens, learned, index = (stack.enter_context(path.open("wb")) for path in paths)
+        paths = (folder / name for name in ("tokens.bin", "learned.bin", "index.bin", SIGNATURES))
+        tokens, learned, index, signatures = (stack.enter_context(path.open("wb")) for path in paths)
         for conversation in conversations:
             why = EMPTY if conversation.is_empty else NO_PROMPT if conversation.lacks_prompt else None
             encoded = NOTHING if why else template.encode(conversation)
+            shape = shape or conversation.shape
+            unread.update(conversation.unread, (key for key in conversation.keys if not template.reads(key)))
             kept = encoded.first(max_length)
             if not kept.learned[1:].any():
                 why = why or (CUT_OFF if encoded.learned[1:].any() else EMPTY)
@@ -204,6 +216,7 @@ def _write(
             index.write(_entry(conversation.prompt, kept, counts["tokens"]).tobytes())
             tokens.write(kept.tokens.astype(kind).tobytes())
             learned.write(kept.learned.tobytes())
+            signatures.write(sign(conversation.question).tobytes())
             counts["tokens"] += len(kept.tokens)
             counts["texts"] += 1
             counts["shortened"] += len(encoded.tokens) > max_length
@@ -212,7 +225,8 @@ def _write(
         np.array(numbers, np.int64).tofile(folder / GROUPS)
     left_out = {why: {"count": counts[why], "names": names[why]} for why in (EMPTY, NO_PROMPT, CUT_OFF) if counts[why]}
     sizes = {what: counts[what] for what in ("tokens", "texts", "shortened", "borders")}
-    return {"version": VERSION, "type": kind.str, "grouped": groups is not None, "left_out": left_out, **sizes}
+    facts = {"version": VERSION, "type": kind.str, "grouped": groups is not None, "left_out": left_out, **sizes}
+    return {**facts, "shape": shape, "unread": sorted(unread)}
 
 
 def _entry(prompt: str, kept: TokenizedConversation, start: int) -> np.ndarray:

@@ -22,6 +22,8 @@ import torch
 from harness.runs import launch
 
 PACKAGES = ("apprentice", "torch", "torchvision", "lightning", "torchmetrics", "tensorboard")
+OF_TEXTS = ("transformers", "tokenizers", "peft", "datasets", "trl")  # named where they are installed
+ABSENT = "not installed"
 FILE = "environment.json"
 JOBS = "jobs"  # the folder of what a launcher's jobs leave; each has a file of its machine
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -96,7 +98,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
-        return "not installed"
+        return ABSENT
 
 
 def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -113,7 +115,8 @@ def facts(out: Path, prog: str, argv: Sequence[str]) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **checkout(Path(__file__)),
     }
-    return {**hardware(), **versions(), **threads, **variables, "calls": [*_read_calls(out), call]}
+    of_texts = {name: version for name in OF_TEXTS if (version := _version(name)) != ABSENT}
+    return {**hardware(), **versions(), **of_texts, **threads, **variables, "calls": [*_read_calls(out), call]}
 
 
 def commits(out: Path) -> list[str | None]:
