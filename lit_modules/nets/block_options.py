@@ -22,15 +22,16 @@ Init = TypeVar("Init", bound=Callable[..., None])
 RECURRENT = ("linear", "gated", "delta")  # mixers with a state, which have an order of tokens by themselves
 UNORDERED = ("softmax", "linear")  # mixers of images
 MAPPED = ("linear", "windowed")  # mixers that have a feature map
+ROTARY = ("rope_base", "rope_scaling", "rope_fraction")  # options of rotary positions
 EXPERTS = ("experts", "top_k", "renormalise", "router_noise", "balance")
 SOFTMAX = (
     "num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale",
-    "attention_dropout", "backend", "full_every",
+    "attention_dropout", "backend", "full_every", "qkv_bias", "rope_fraction", "nope_every",
 )  # fmt: skip
 TAKEN = {  # of these by other mixers
     "latent": ("head_dim", "attention_dropout", "backend", "scale"),
     "differential": ("num_kv_heads", "head_dim", "backend", "scale"),
-    "windowed": ("num_kv_heads", "head_dim", "window", "scale"),
+    "windowed": ("num_kv_heads", "head_dim", "window", "scale", "qkv_bias", "rope_fraction"),
 }
 
 
@@ -61,9 +62,12 @@ class BlockOptions:
             distance; null for none.
         rope_base: of rotary positions' frequencies.
         rope_scaling: of rotary positions beyond the texts of pretraining, as transformers' `rope_parameters`.
+        rope_fraction: of a head's width that rotary positions turn (Phi-4-mini: 0.75).
+        nope_every: every n-th block has no positions; null for none (SmolLM3: 4).
         window: a token attends to itself and the `window` - 1 before it; null for all.
         full_every: with a window, every n-th block attends to all tokens; null for none (Gemma 2: 2).
         sinks: with a window, a text's first tokens to which all attend.
+        qkv_bias: whether queries, keys and values have a bias (Qwen2); null for `bias`.
         qk_norm: whether queries and keys of each head are normed (Qwen3, ViT-22B).
         softcap: c of scores c · tanh(score / c) (Gemma 2: 50); null for none.
         gate: whether heads' outputs are multiplied by sigmoids of the token.
@@ -102,9 +106,12 @@ class BlockOptions:
     position: TokenPosition | None = "learned"
     rope_base: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
+    rope_fraction: float = 1.0
+    nope_every: int | None = None
     window: int | None = None
     full_every: int | None = None
     sinks: int = 0
+    qkv_bias: bool | None = None
     qk_norm: bool = False
     softcap: float | None = None
     gate: bool = False
@@ -165,7 +172,9 @@ class BlockOptions:
         if self.full_every is not None and (self.window is None or self.full_every < 1):
             raise BadInput("full_every", self.full_every, "at least 1, beside a window")
         if self.position != "rotary":
-            self._refuse_changed(("rope_base", "rope_scaling"), "its default, but for position=rotary")
+            self._refuse_changed(ROTARY, "its default, but for position=rotary")
+        if self.nope_every is not None and (self.position not in {"rotary", "alibi"} or self.nope_every < 1):
+            raise BadInput("nope_every", self.nope_every, "at least 1, beside position=rotary or alibi")
         if self.mixer != "softmax" and not self.is_hybrid:
             names = tuple(name for name in SOFTMAX if name not in TAKEN.get(self.mixer_name, ()))
             self._refuse_changed(names, f"its default with mixer={self.mixer_name}: it is of softmax attention")

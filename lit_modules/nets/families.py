@@ -1,65 +1,22 @@
-"""GPT's settings and weights as those of families of transformers: GPT-2, Llama, Mistral, Qwen3 and Gemma 2."""
+"""GPT's settings as those of families of transformers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 from apprentice.errors import BadInput
+from lit_modules.nets.family_weights import GEMMA_NAMES, GPT2_NAMES, LLAMA_NAMES, MOE_NAMES, PHI_NAMES, Names
 from lit_modules.nets.mlps import gated_width
 
 Settings = dict[str, Any]  # options of GPT
 # Not in a family's configuration, or of no use there.
-FREE = ("dropout", "attention_dropout", "backend", "router_noise", "balance", "experts", "top_k", "renormalise")
+FREE = ("dropout", "attention_dropout", "backend", "router_noise", "balance")
+BIASES = ("bias", "qkv_bias")
+EXPERTS = ("experts", "top_k", "renormalise")  # of no use without
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class NoFamily(BadInput):
     """No family of transformers has a GPT's options."""
-
-
-class Names(NamedTuple):
-    """The names of GPT's layers in a family."""
-
-    outside: dict[str, str]
-    blocks: str  # what stands before a block's number
-    inside: dict[str, tuple[str, ...]]  # three layers for queries, keys and values, one after the other
-    transposed: tuple[str, ...] = ()  # layers whose weight is (in, out)
-
-    def of(self, key: str) -> tuple[list[str], bool]:
-        """Return the family's names for a weight of GPT, and whether it is transposed there."""
-        layer, _, kind = key.rpartition(".")
-        if not layer.startswith("blocks."):
-            return [f"{self.outside[layer]}.{kind}"], False
-        _, number, path = layer.split(".", 2)
-        paths = [f"{self.blocks}.{number}.{name}.{kind}" for name in self.inside[path]]
-        return paths, path in self.transposed and kind == "weight"
-
-
-GPT2_NAMES = Names(
-    {"embedding.tokens": "transformer.wte", "embedding.positions": "transformer.wpe", "norm": "transformer.ln_f",
-     "head": "lm_head"},
-    "transformer.h",
-    {"norm1": ("ln_1",), "attention.qkv": ("attn.c_attn",), "attention.out": ("attn.c_proj",), "norm2": ("ln_2",),
-     "mlp.0": ("mlp.c_fc",), "mlp.2": ("mlp.c_proj",)},
-    ("attention.qkv", "attention.out", "mlp.0", "mlp.2"),
-)  # fmt: skip
-LLAMA_NAMES = Names(
-    {"embedding.tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
-    "model.layers",
-    {"norm1": ("input_layernorm",), "norm2": ("post_attention_layernorm",),
-     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-     "attention.out": ("self_attn.o_proj",),
-     "attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",),
-     "mlp.gate": ("mlp.gate_proj",), "mlp.up": ("mlp.up_proj",), "mlp.down": ("mlp.down_proj",)},
-)  # fmt: skip
-GEMMA_NAMES = LLAMA_NAMES._replace(
-    inside=LLAMA_NAMES.inside | {
-        "norm1_after": ("post_attention_layernorm",), "norm2": ("pre_feedforward_layernorm",),
-        "norm2_after": ("post_feedforward_layernorm",),
-    }
-)  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -137,6 +94,67 @@ def _write_qwen3(settings: Settings) -> Settings:
     return _without_bias(settings) | {"use_sliding_window": settings["window"] is not None, **windows}
 
 
+def _read_qwen2(config: Any) -> Settings:
+    return _read_llama(config) | {"qkv_bias": True} | _read_windows(config)
+
+
+def _read_phi3(config: Any) -> Settings:
+    _expect(config, resid_pdrop=(0.0,), embd_pdrop=(0.0,))
+    return _read_llama(config) | {"window": config.sliding_window}
+
+
+def _write_phi3(settings: Settings) -> Settings:
+    written = _write_mistral(settings)
+    written["rope_parameters"]["partial_rotary_factor"] = settings["rope_fraction"]
+    return {**written, "pad_token_id": None, "original_max_position_embeddings": settings["block_size"]}
+
+
+def _read_smollm3(config: Any) -> Settings:
+    without = [number for number, turns in enumerate(config.no_rope_layers) if not turns]
+    every = _every(without, config.num_hidden_layers, "no_rope_layers", config.no_rope_layers)
+    return _read_llama(config) | _read_windows(config) | {"nope_every": every}
+
+
+def _write_smollm3(settings: Settings) -> Settings:
+    windows, every = _write_windows(settings), settings["nope_every"]
+    turns = [int(not every or (number + 1) % every != 0) for number in range(settings["num_layers"])]
+    used = {"use_sliding_window": settings["window"] is not None, "no_rope_layers": turns, "pad_token_id": None}
+    return _write_llama(settings) | used | windows
+
+
+def _read_mixtral(config: Any) -> Settings:
+    return _read_llama(config) | {
+        "window": config.sliding_window, "mlp": "moe", "experts": config.num_local_experts,
+        "top_k": config.num_experts_per_tok, "balance": config.router_aux_loss_coef,
+        "router_noise": config.router_jitter_noise,
+    }  # fmt: skip
+
+
+def _write_mixtral(settings: Settings) -> Settings:
+    return _write_mistral(settings) | {
+        "num_local_experts": settings["experts"], "num_experts_per_tok": settings["top_k"],
+        "router_aux_loss_coef": settings["balance"], "router_jitter_noise": settings["router_noise"],
+    }  # fmt: skip
+
+
+def _read_qwen3_moe(config: Any) -> Settings:
+    _expect(config, attention_bias=(False,), decoder_sparse_step=(1,), mlp_only_layers=([],))
+    settings = _read_llama(_Renamed(config, intermediate_size=config.moe_intermediate_size))
+    return settings | {
+        "qk_norm": True, "window": config.sliding_window if config.use_sliding_window else None, "mlp": "moe",
+        "experts": config.num_experts, "top_k": config.num_experts_per_tok, "renormalise": config.norm_topk_prob,
+        "balance": config.router_aux_loss_coef,
+    }  # fmt: skip
+
+
+def _write_qwen3_moe(settings: Settings) -> Settings:
+    return _write_mistral(settings) | {
+        "use_sliding_window": settings["window"] is not None, "moe_intermediate_size": settings["hidden"],
+        "num_experts": settings["experts"], "num_experts_per_tok": settings["top_k"],
+        "norm_topk_prob": settings["renormalise"], "router_aux_loss_coef": settings["balance"],
+    }  # fmt: skip
+
+
 def _read_gemma2(config: Any) -> Settings:
     _expect(config, attention_bias=(False,))
     settings = _read_llama(_Renamed(config, hidden_act={"gelu_pytorch_tanh": "silu"}.get(config.hidden_activation, "")))
@@ -161,6 +179,11 @@ FAMILIES = {
     "mistral": Family("MistralConfig", LLAMA_NAMES, _read_mistral, _write_mistral),
     "qwen3": Family("Qwen3Config", LLAMA_NAMES, _read_qwen3, _write_qwen3),
     "gemma2": Family("Gemma2Config", GEMMA_NAMES, _read_gemma2, _write_gemma2),
+    "qwen2": Family("Qwen2Config", LLAMA_NAMES, _read_qwen2, _write_qwen3),
+    "phi3": Family("Phi3Config", PHI_NAMES, _read_phi3, _write_phi3),
+    "smollm3": Family("SmolLM3Config", LLAMA_NAMES, _read_smollm3, _write_smollm3),
+    "mixtral": Family("MixtralConfig", MOE_NAMES, _read_mixtral, _write_mixtral),
+    "qwen3_moe": Family("Qwen3MoeConfig", MOE_NAMES, _read_qwen3_moe, _write_qwen3_moe),
 }
 
 
@@ -186,10 +209,10 @@ def _read_rope(config: Any) -> Settings:
     if rope is None:  # of transformers before version 5
         rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
     options = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if options.pop("partial_rotary_factor", 1.0) not in {1.0, None}:
-        raise BadInput("model", type(config).__name__, "rotary positions of whole heads")
+    fraction = options.pop("partial_rotary_factor", None) or getattr(config, "partial_rotary_factor", None) or 1.0
     is_plain = options.get("rope_type", options.get("type", "default")) == "default"
-    return {"rope_base": float(rope["rope_theta"]), "rope_scaling": None if is_plain else options}
+    scaling = None if is_plain else options
+    return {"rope_base": float(rope["rope_theta"]), "rope_scaling": scaling, "rope_fraction": float(fraction)}
 
 
 def _read_windows(config: Any) -> Settings:
@@ -198,11 +221,17 @@ def _read_windows(config: Any) -> Settings:
     full = [number for number, kind in enumerate(kinds) if kind != "sliding_attention"]
     if len(full) == len(kinds) or config.sliding_window is None:
         return {"window": None}
-    every = full[0] + 1 if full else None
-    expected = [number for number in range(len(kinds)) if every and (number + 1) % every == 0]
-    if full != expected or {*kinds} > {"sliding_attention", "full_attention"}:
-        raise BadInput("model", kinds, "windows in all layers but every n-th")
-    return {"window": config.sliding_window, "full_every": every}
+    if {*kinds} > {"sliding_attention", "full_attention"}:
+        raise BadInput("model.config.layer_types", kinds, "sliding_attention and full_attention alone")
+    return {"window": config.sliding_window, "full_every": _every(full, len(kinds), "layer_types", kinds)}
+
+
+def _every(numbers: list[int], count: int, key: str, value: object) -> int | None:
+    """Return n if these layers of so many are every n-th; None if there are none; else BadInput."""
+    every = numbers[0] + 1 if numbers else None
+    if numbers != [number for number in range(count) if every and (number + 1) % every == 0]:
+        raise BadInput(f"model.config.{key}", value, "layers of one kind but every n-th")
+    return every
 
 
 def _write_windows(settings: Settings) -> Settings:
@@ -241,8 +270,10 @@ def complete(settings: Settings, defaults: Settings) -> Settings:
     full["head_dim"] = full["head_dim"] or width // heads
     full["scale"] = full["scale"] or full["head_dim"] ** -0.5
     full["hidden"] = full["hidden"] or (4 * width if full["mlp"] in {"gelu", "gelu_tanh"} else gated_width(width))
-    if full["full_every"] is not None and full["full_every"] > full["num_layers"]:
-        full["full_every"] = None
+    full["qkv_bias"] = full["bias"] if full["qkv_bias"] is None else full["qkv_bias"]
+    for every in ("full_every", "nope_every"):
+        if full[every] is not None and full[every] > full["num_layers"]:
+            full[every] = None
     return full
 
 
@@ -260,9 +291,8 @@ def fit_family(settings: Settings, defaults: Settings, transformers: Any) -> tup
             again = complete(family.read(config), defaults)
         except Exception:  # noqa: BLE001 - a configuration that can't have such values says so in its own way
             continue
-        ignored = {*FREE, "bias"} if name == "gpt2" else {*FREE}  # biases that the net does not have are zeros there
-        if name == "mistral" and full["window"] is None:
-            continue  # it is a Llama
+        # Biases that the net does not have are zeros there.
+        ignored = {*FREE, *(() if full["mlp"] == "moe" else EXPERTS), *(BIASES if name == "gpt2" else ())}
         differing = [key for key in full if key not in ignored and again[key] != full[key]]
         if not differing:
             return name, config
@@ -272,30 +302,3 @@ def fit_family(settings: Settings, defaults: Settings, transformers: Any) -> tup
     differing = nearest[1]
     expected = f"that of a family of transformers ({', '.join(FAMILIES)}); the nearest, {nearest[0]}, differs in "
     raise NoFamily(differing[0], full[differing[0]], expected + ", ".join(differing))
-
-
-def from_family(net: nn.Module, model: nn.Module, names: Names) -> dict[str, Tensor]:
-    """Return the state dict of GPT `net` from the weights of a model of this family; BadInput if it has other ones."""
-    theirs, state = model.state_dict(), {}
-    left = {path for path, _ in model.named_parameters()}
-    for key in net.state_dict():
-        paths, is_transposed = names.of(key)
-        if missing := [path for path in paths if path not in theirs]:
-            raise BadInput("model", type(model).__name__, f"a model with {missing[0]}")
-        left -= {*paths}
-        value = torch.cat([theirs[path] for path in paths]) if len(paths) > 1 else theirs[paths[0]]
-        state[key] = value.T if is_transposed else value
-    if left:
-        raise BadInput("model", type(model).__name__, f"a model without {min(left)}")
-    return state
-
-
-def to_family(net: nn.Module, model: Any, names: Names) -> None:
-    """Load GPT's weights into a PreTrainedModel of this family; biases that the net does not have are zeros there."""
-    state = {key: torch.zeros_like(x) if key.endswith(".bias") else x for key, x in model.state_dict().items()}
-    for key, value in net.state_dict().items():
-        paths, is_transposed = names.of(key)
-        parts: Iterable[Tensor] = value.split([len(state[path]) for path in paths]) if len(paths) > 1 else [value]
-        state |= {path: part.T if is_transposed else part for path, part in zip(paths, parts, strict=True)}
-    model.load_state_dict(state)
-    model.tie_weights()

@@ -16,7 +16,8 @@ from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.base import check_sizes, check_tokens
 from lit_modules.nets.block_options import BlockOptions, takes_block_options
 from lit_modules.nets.blocks import make_block, make_last_norm
-from lit_modules.nets.families import FAMILIES, family_of, fit_family, from_family, to_family
+from lit_modules.nets.families import FAMILIES, family_of, fit_family
+from lit_modules.nets.family_weights import from_family, to_family
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
 from lit_modules.nets.hugging_face import import_transformers
 from lit_modules.nets.mixers import CachedMixer, MeasuredMixer
@@ -93,7 +94,7 @@ class GPT(Transformer):
 
     @classmethod
     def from_hf(cls, model: Any, **options: Any) -> "GPT":
-        """Return a GPT with a transformers model's settings and weights: of GPT-2, Llama, Mistral, Qwen3 or Gemma 2.
+        """Return a GPT with a transformers model's settings and weights, of one of `families.FAMILIES`.
 
         Args:
             model: a causal language model, whose type it keeps, or the name or folder of one, read in float32.

@@ -12,7 +12,7 @@ from apprentice.batch import label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.linear import FeatureMap
 from lit_modules.nets.base import evaluating
-from lit_modules.nets.block_options import RECURRENT, SOFTMAX, TAKEN, BlockOptions
+from lit_modules.nets.block_options import RECURRENT, ROTARY, SOFTMAX, TAKEN, BlockOptions
 from lit_modules.nets.from_teacher import FromTeacher, Say
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
@@ -142,12 +142,18 @@ class Mixer(FromTeacher):
         if self.mixer == "windowed" and settings["window"] is not None:
             expected = f"linear, gated or delta for a teacher that attends in windows of {settings['window']}"
             raise BadInput("mixer", self.mixer, expected)
+        if self.mixer in RECURRENT and settings["qkv_bias"] not in {None, settings["bias"]}:
+            expected = "windowed for a teacher whose queries, keys and values alone have biases"
+            raise BadInput("mixer", self.mixer, expected)
+        if settings["nope_every"] is not None:
+            expected = "null: a teacher with positions in all blocks"
+            raise BadInput("teacher.nope_every", settings["nope_every"], expected)
         defaults = GPT.defaults()
         if not layers:  # what only softmax attention has
             taken = TAKEN.get(self.mixer, ())
             settings |= {name: defaults[name] for name in SOFTMAX if name not in taken}
             if self.mixer in RECURRENT and settings["position"] in {"rotary", "alibi"}:
-                settings |= {"position": None, "rope_base": defaults["rope_base"], "rope_scaling": None}
+                settings |= {"position": None, **{name: defaults[name] for name in ROTARY}}
         settings |= {name: value for name, value in self.options.items() if value is not None}
         settings |= {"mixer": self.mixer, "softmax_layers": [*layers] or None}
         try:

@@ -11,7 +11,7 @@ from lit_modules.nets.attention.differential import DifferentialAttention
 from lit_modules.nets.attention.gated import GatedLinearAttention
 from lit_modules.nets.attention.latent import LatentAttention
 from lit_modules.nets.attention.linear import LinearAttention
-from lit_modules.nets.attention.positions import Alibi, Rotary
+from lit_modules.nets.attention.positions import Alibi, Position, Rotary
 from lit_modules.nets.attention.softmax import SelfAttention
 from lit_modules.nets.attention.windowed import WindowedLinearAttention
 from lit_modules.nets.block_options import BlockOptions
@@ -65,7 +65,7 @@ def _softmax(o: BlockOptions, number: int) -> nn.Module:
     is_full = o.mixer == "windowed" or (o.full_every is not None and (number + 1) % o.full_every == 0)
     return SelfAttention(
         o.embed_dim, o.num_heads, o.causal, o.attention_dropout, o.bias, o.backend,
-        num_kv_heads=o.num_kv_heads, position=Alibi() if o.position == "alibi" else _rotary(o),
+        num_kv_heads=o.num_kv_heads, position=_position(o, number), qkv_bias=o.qkv_bias,
         window=None if is_full else o.window, sinks=0 if is_full else o.sinks, qk_norm=o.qk_norm,
         softcap=o.softcap, gate=o.gate, head_dim=o.head_dim, scale=o.scale, layer=NOISE + number,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def _windowed(o: BlockOptions, _number: int) -> nn.Module:
     window = WINDOW if o.window is None else o.window
     return WindowedLinearAttention(
         o.embed_dim, o.num_heads, window, num_kv_heads=o.num_kv_heads, head_dim=o.head_dim, position=_rotary(o),
-        bias=o.bias, scale=o.scale, **_without_none(feature_map=o.feature_map),
+        bias=o.bias, scale=o.scale, qkv_bias=o.qkv_bias, **_without_none(feature_map=o.feature_map),
     )  # fmt: skip
 
 
@@ -131,10 +131,16 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _position(o: BlockOptions, number: int) -> Position | None:
+    if o.nope_every is not None and (number + 1) % o.nope_every == 0:
+        return None
+    return Alibi() if o.position == "alibi" else _rotary(o)
+
+
 def _rotary(o: BlockOptions) -> Rotary | None:
     if o.position != "rotary":
         return None
     try:
-        return Rotary(o.rope_base, o.rope_scaling)
+        return Rotary(o.rope_base, o.rope_scaling, o.rope_fraction)
     except BadInput as fault:
         raise BadInput(f"rope_{fault.argument}", fault.value, fault.expected) from None

@@ -39,17 +39,21 @@ class Rotary:
             `original_max_position_embeddings`) or yarn (arXiv:2309.00071; `factor`,
             `original_max_position_embeddings`, and what it may have). `dynamic` and `longrope` are refused: their
             frequencies depend on the text's length, and cached keys would be of others.
+        fraction: of a head's width that turns, the first of it (Phi-4-mini: 0.75); the rest has no position.
 
     Raises:
-        BadInput: the base is not above 1, or the scaling is not one of these.
+        BadInput: the base is not above 1, the scaling is not one of these, or the fraction is not above 0, at most 1.
     """
 
     base: float = 10000.0
     scaling: Mapping[str, Any] | None = None
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 < self.base < math.inf:
             raise BadInput("base", self.base, "more than 1")
+        if not 0 < self.fraction <= 1:
+            raise BadInput("fraction", self.fraction, "above 0, at most 1")
         if self.scaling is not None and not isinstance(self.scaling, Mapping):
             raise BadInput("scaling", self.scaling, "a mapping, as {rope_type: linear, factor: 4}")
         options = {key: value for key, value in self._options.items() if value is not None}
@@ -130,9 +134,13 @@ class Rotary:
         low, high = max(low, 0), min(high, width - 1)
         return low, high + 0.001 if low == high else high
 
+    def width(self, head_dim: int) -> int:
+        """Return how much of a head's width turns."""
+        return int(head_dim * self.fraction)
+
     def rotate(self, places: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Rotate tensors (..., T, heads, d) of tokens at places (T,) or (B, T)."""
-        width = tensors[0].shape[-1]
+        width = self.width(tensors[0].shape[-1])
         angles = places[..., None, None].to(_precise(places.device)) * self.frequencies(width, places.device)
         magnitude = self.magnitude
         cos, sin = ((f(angles) * magnitude).to(tensors[0].dtype) for f in (torch.cos, torch.sin))
@@ -178,5 +186,6 @@ def _precise(device: torch.device | None) -> torch.dtype:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -46,6 +46,7 @@ class SelfAttention(CachedAttention, DropsWeights):
         head_dim: d, width of a head; None for D / H.
         scale: s of scores; None for 1 / √d.
         layer: number of its dropout among the dropout layers of a net.
+        qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2); None for `bias`.
 
     Raises:
         BadInput: a value can't be used, or two can't be combined.
@@ -69,20 +70,22 @@ class SelfAttention(CachedAttention, DropsWeights):
         head_dim: int | None = None,
         scale: float | None = None,
         layer: int = 0,
+        qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if isinstance(position, Rotary) and self.head_dim % 2:
-            raise BadInput("position", "Rotary", f"heads of an even width; theirs is {self.head_dim}")
+        if isinstance(position, Rotary) and (position.width(self.head_dim) % 2 or not position.width(self.head_dim)):
+            turning = position.width(self.head_dim)
+            raise BadInput("position", "Rotary", f"heads of an even width; of theirs {turning} values turn")
         _check_window(causal, window, sinks)
         self.form = Form(scale, softcap, backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.noise = Dropout(dropout, layer)
         self.position, self.window, self.sinks = position, window, sinks
         rows = [heads * self.head_dim for heads in (num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.qkv = nn.Linear(embed_dim, sum(rows), bias)
+        self.qkv = nn.Linear(embed_dim, sum(rows), bias if qkv_bias is None else qkv_bias)
         # If several ranks compute it: its rows are of three matrices, and the rows of a head stay together.
         cast("Joined", self.qkv).joined = tuple(rows), self.num_kv_heads
         self.q_norm = RMSNorm(self.head_dim) if qk_norm else None

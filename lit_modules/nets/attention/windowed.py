@@ -203,6 +203,7 @@ class WindowedLinearAttention(InParts, nn.Module):
         chunk: tokens of a chunk, at least; the outputs don't depend on it.
         bias: whether the projections have one.
         scale: of s; None for 1 / √d.
+        qkv_bias: whether the projections to queries, keys and values have a bias; None for `bias`.
     """
 
     causal: ClassVar[bool] = True
@@ -219,6 +220,7 @@ class WindowedLinearAttention(InParts, nn.Module):
         chunk: int = 64,
         bias: bool = True,
         scale: float | None = None,
+        qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
@@ -232,7 +234,8 @@ class WindowedLinearAttention(InParts, nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.window, self.position, self.chunk = window, position, chunk
         self.scale = self.head_dim**-0.5 if scale is None else scale
-        self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias)
+        rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv = nn.Linear(embed_dim, rows, bias if qkv_bias is None else qkv_bias)
         self.query_map, self.key_map = (MAPS[feature_map](num_heads, self.head_dim) for _ in range(2))
         self.window_share = nn.Parameter(torch.zeros(num_heads))
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias)

@@ -42,7 +42,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 6,
                    "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2 of windows": (
+        "Qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 4}),
+    "phi4 mini": (
+        "Phi3", {"num_key_value_heads": 1, "hidden_size": 32, "tie_word_embeddings": True,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}}),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen3 of experts": (
+        "Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 6, "moe_intermediate_size": 20, "num_experts": 5,
+                     "num_experts_per_tok": 3}),
+    "qwen3 of renormalised experts": (
+        "Qwen3Moe", {"num_key_value_heads": 4, "head_dim": 4, "moe_intermediate_size": 20, "num_experts": 4,
+                     "num_experts_per_tok": 2, "norm_topk_prob": True}),
 }  # fmt: skip
+
+
+SAME_AS_MISTRAL = "phi3"  # a Phi-3 whose whole heads turn
 
 
 def make(case: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -53,7 +71,8 @@ def make(case: str, dtype: torch.dtype = torch.float64) -> Any:
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     implementation = "eager" if name == "Gemma2" else "sdpa"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    kernels = {"attn_implementation": implementation, "experts_implementation": "eager"}  # its others take no float64
+    model = transformers.AutoModelForCausalLM.from_config(config, **kernels)
     for key, p in model.named_parameters():
         torch.nn.init.normal_(p, mean=float("norm" in key or "ln_" in key) / 2, std=0.3)
     return model.to(dtype).eval()
@@ -142,18 +161,29 @@ def test_weights_go_both_ways(folder: Path) -> None:
         net = GPT.from_hf(folder / case)
         net.save_pretrained(folder / f"{case} again")
         again = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{case} again").eval()
+        tokens = torch.arange(9)[None]
+        if case == SAME_AS_MISTRAL:
+            assert type(again).__name__ == "MistralForCausalLM"
+            torch.testing.assert_close(again(tokens).logits, model.eval()(tokens).logits)
+            continue
         assert type(again) is type(model), case
         state = model.state_dict()
         assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items()), case
         theirs, ours = model.config.to_dict(), again.config.to_dict()
         free = {"architectures", "layer_types", "max_window_layers", "transformers_version", "_name_or_path", "dtype"}
-        free |= {"head_dim", "n_inner", "intermediate_size", "use_cache", "initializer_range"}
+        free |= {
+            "original_max_position_embeddings",
+            "head_dim",
+            "n_inner",
+            "intermediate_size",
+            "use_cache",
+            "initializer_range",
+        }
         differing = {key: (theirs[key], ours.get(key)) for key in theirs.keys() - free if theirs[key] != ours.get(key)}
         differing = {key: pair for key, pair in differing.items() if "token_id" not in key}
         assert not differing, (case, differing)
         rebuilt = GPT(**net.init_args).eval()
         rebuilt.load_state_dict(net.state_dict())
-        tokens = torch.arange(9)[None]
         assert torch.equal(rebuilt(tokens), net(tokens))
 
 
@@ -184,7 +214,8 @@ def test_what_gpt_has_not_is_refused(folder: Path) -> None:
          "model.config.attention_bias True: expected False"),
         ("OPT", {"ffn_dim": 8, "word_embed_proj_dim": 8}, "model opt: expected a model of a family that GPT knows"),
         ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2, "head_dim": 4,
-                   "use_sliding_window": True, "sliding_window": 4, "num_key_value_heads": 2}, "model ["),
+                   "use_sliding_window": True, "sliding_window": 4, "num_key_value_heads": 2},
+         "model.config.layer_types ["),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_scaling"),
     ):  # fmt: skip
         config = getattr(transformers, f"{kind}Config")(**{**small, "vocab_size": 11, **options})

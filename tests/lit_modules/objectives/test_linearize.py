@@ -42,7 +42,10 @@ def _logits(student: torch.nn.Module) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 1}, {"position": "learned", "norm": "rms", "mlp": "swiglu"}])
+@pytest.mark.parametrize("options", [
+    {}, {"num_kv_heads": 1}, {"position": "learned", "norm": "rms", "mlp": "swiglu"},
+    {"bias": False, "qkv_bias": True, "rope_fraction": 0.5},
+])  # fmt: skip
 def test_with_a_window_as_long_as_the_text_a_student_is_its_teacher(options: dict[str, Any]) -> None:
     teacher = _teacher(**options)
     student = _student(Mixer("windowed", window=16), teacher)
@@ -197,6 +200,8 @@ def test_alignment_changes_mixers_alone(tmp_path: Path) -> None:
         ({"mixer": "linear"}, {"head_dim": 6}, "mixer linear: expected windowed for a teacher whose heads are 6 wide"),
         ({}, {"window": 4}, "mixer windowed: expected linear, gated or delta for a teacher that attends in windows"),
         ({}, {"position": "alibi"}, "mixer windowed: expected one that fits the teacher: position alibi"),
+        ({"mixer": "gated"}, {"bias": False, "qkv_bias": True}, "expected windowed for a teacher whose queries, keys"),
+        ({}, {"nope_every": 2}, "teacher.nope_every 2: expected null: a teacher with positions in all blocks"),
         ({}, {"mixer": "delta", "position": None}, "teacher.mixer delta: expected softmax"),
     ],
 )
