@@ -22,6 +22,7 @@ from datamodules.shared_loaders import (
     RoundRobinLoader,
     SharedLoader,
     class_names_of,
+    fetch_batches,
     is_indexed,
     read_rows,
     read_samples,
@@ -162,6 +163,30 @@ class DataModuleAdapter(InMemoryData):
         loader = self._loaders[part]
         most = len(loader) * self._batch_size(part)
         return min(len(loader.sampler), most) if is_indexed(loader) and loader.batch_size else most
+
+    def source_of(self, part: str) -> str:
+        return part
+
+    def rows_of(self, part: str) -> Tensor:
+        """The places in a loader's data set; BadInput for a loader that is not indexed."""
+        self.sizes  # noqa: B018 - set up
+        loader = self._loaders[part]
+        if not is_indexed(loader):
+            raise BadInput(
+                "data", self.name, f"a DataLoader of an indexed data set for {part}, whose samples have rows"
+            )
+        return torch.arange(len(loader.dataset))
+
+    @property
+    def train_inputs_change(self) -> bool:
+        """Whether the first samples differ in two epochs, as those of an augmentation do."""
+        self.sizes  # noqa: B018 - set up
+        loader = self._loaders["train"]
+        if not is_indexed(loader):
+            return False
+        few = [[*range(min(READ, len(loader.dataset)))]]
+        (once, _), (again, _) = (next(fetch_batches(loader, key, few)) for key in (self.seed, self.seed + 1))
+        return not torch.equal(once, again)
 
     @property
     def places(self) -> int:

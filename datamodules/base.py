@@ -97,6 +97,8 @@ class InMemoryData(DataHooks):
         self._splits: dict[str, Samples | SampleStream] = {}
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
+        self._rows: dict[str, Tensor] = {}  # of each part its places in the set that it was drawn from, after `setup`
+        self._apart = set[str]()  # parts with a set of their own, after `setup`
 
     def read(self) -> tuple[Source, ...]:
         """Read the whole training and test sets, of which subsets are drawn later, and a third to validate on, if any.
@@ -140,6 +142,8 @@ class InMemoryData(DataHooks):
         groups = self.near_duplicates(training) if self.test_is_drawn else None
         sizes = splits.Sizes(self.train_size, self.validation_size, self.test_size, self.subset, self.seed)
         places = splits.draw_parts([source.labels for source in (training, *others)], sizes, groups)
+        self._rows = dict(zip(LIMITS, places, strict=True))
+        self._apart = {"train", *(["test"] if others else []), *(["validation"] if others[1:] else [])}
         self.check_fits(sum(map(len, places)))
         self._true_labels = training.labels[places[0]]
         self.labelled_samples()  # raises BadInput if there are not so many
@@ -201,6 +205,20 @@ class InMemoryData(DataHooks):
         """Describe the samples of each part, a copy's alike, so that a resumed run can tell if they are other ones."""
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
 
+    def source_of(self, part: str) -> str:
+        """Return the part whose set the samples of a part were drawn from, such as train of those held out."""
+        self.split(part)
+        return part if part in self._apart else "train"
+
+    def rows_of(self, part: str) -> Tensor:
+        """Return (n,) int64, for each `index` of a part's batches the sample's place in the set it was drawn from."""
+        self.split(part)
+        return self._rows[part]
+
+    def names_of(self, part: str, kind: str) -> Sequence[str] | None:
+        """Return what tells the samples of a part from others, by `file_name` or by `text`; None if they have no such."""
+        return None
+
     @property
     def places(self) -> int:
         """How many samples the `index` of training batches numbers."""
@@ -210,6 +228,11 @@ class InMemoryData(DataHooks):
     def train_inputs_repeat(self) -> bool:
         """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
+
+    @property
+    def train_inputs_change(self) -> bool:
+        """Whether a training sample is another one in each epoch."""
+        return not self.train_inputs_repeat
 
     def check_net(self, net: Any, whose: str) -> None:
         """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples."""

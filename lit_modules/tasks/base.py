@@ -10,13 +10,13 @@ from torch import Tensor
 
 from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
+from lit_modules.nets.outputs import CLASSES
 from lit_modules.nets.specs import Recorded
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.scores import Scores
 
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
-CLASSES, EMBEDDINGS = "classes", "embeddings"  # kinds of outputs
 TEXTS = "texts"  # name of the texts in each row, where a row may have several
 COUNTS = {LABELLED, TOKENS, TEXTS}
 EMA = "ema_"  # how names of scores of averaged weights begin
