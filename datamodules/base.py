@@ -33,7 +33,8 @@ class InMemoryData(DataHooks):
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
         given_to_nets: the attributes that a net's constructor takes, by name.
-        task: what the labels are for, by its name in `lit_modules.tasks`.
+        task: what the labels are for, by its name in `lit_modules.tasks`. Those of `multilabel` and `regression` are
+            (n, C), a column for each of `class_names`.
         label_shape: of a sample's labels; () for one class a sample.
         free_options: options that change neither training nor samples, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -134,7 +135,7 @@ class InMemoryData(DataHooks):
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
-        training, *others = self.read()
+        training, *others = map(self._label, self.read())
         for name in self.class_names:
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
@@ -157,6 +158,19 @@ class InMemoryData(DataHooks):
             self.say(splits.describe_drawn(self.sizes, self._splits["test"].labels, self.class_names, self.seed))
         if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
+
+    def _label(self, source: Source) -> Source:
+        """Return a source with labels as its task has them."""
+        if self.task not in splits.FLOAT_TASKS:
+            return source
+        labels = splits.as_floats(source.labels, self.task, self.num_classes, self.name)
+        return splits.Split(source.take(torch.arange(len(labels))).inputs, labels)
+
+    @property
+    def label_scale(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation (D,) of the numbers that train, as which nets see them."""
+        self.split("train")
+        return splits.scale_of(self._true_labels)
 
     def labelled_samples(self) -> Tensor | None:
         """Return which training samples have labels that students see, (n,) bool; None for all. See `order_seed`."""
@@ -216,7 +230,7 @@ class InMemoryData(DataHooks):
         return self._rows[part]
 
     def names_of(self, part: str, kind: str) -> Sequence[str] | None:
-        """Return what tells the samples of a part from others, by `file_name` or by `text`; None if they have no such."""
+        """Return what tells the samples of a part from others, by `file_name` or `text`; None if nothing does."""
         return None
 
     @property

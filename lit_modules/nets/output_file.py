@@ -2,10 +2,10 @@
 
 An npz has arrays, a Parquet file columns, of n entries:
 
-    logits             (n, C); or `probabilities`, of which logits are the logarithms; or `values`, `embeddings`, `scores`
+    logits             (n, C); or `probabilities`, of which logits are the logarithms; or values, embeddings, scores
     row, file_name or text  (n,): what names an entry's sample; without one, entry i is of row i
     part               (n,) train, validation or test, where rows are of sets that are stored apart; default: train
-    classes            (C,) names of the logits' classes, where the file has them; in Parquet it is metadata, a JSON list
+    classes            (C,) names of the logits' classes, where the file has them; in Parquet as metadata, a JSON list
 
 A row is a sample's place in the set as it was read, before parts were drawn from it.
 """

@@ -16,6 +16,8 @@ from lit_modules.tasks.tokens import ANSWERS, BITS, BYTES, Tokens, TokenScores
 # By the name that a data module has as its `task`; imported when one is asked for.
 TASKS = {
     "classification": "lit_modules.tasks.classification.Classification",
+    "multilabel": "lit_modules.tasks.multilabel.MultiLabel",
+    "regression": "lit_modules.tasks.regression.Regression",
     "tokens": "lit_modules.tasks.tokens.Tokens",
     "embedding": "lit_modules.embedding.task.Embedding",
 }

@@ -14,6 +14,7 @@ from experiments import kd
 from harness.runs.nets import load_net
 from lit_modules.nets.output_file import outputs_of
 from tests.commands import Refusal, nets, results, run_of
+from tests.datamodules.test_adapter import Mine
 from tests.training import assert_same
 
 SIZES = ["--data", "Digits", "--data.train_size", "60", "--data.test_size", "40", "--seeds", "1"]
@@ -134,7 +135,7 @@ def test_classes_are_matched_by_name_and_probabilities_are_logarithms(live: Path
 
 
 def test_parquet_and_names_of_files(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow.parquet")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     from datamodules import ImageFolder
 
     for name in ("a/1", "a/2", "a/3", "b/1", "b/2", "b/3"):
@@ -145,16 +146,17 @@ def test_parquet_and_names_of_files(tmp_path: Path) -> None:
     data.setup()
     names = [f"{folder}/{number}.png" for folder in "ab" for number in "123"]
     columns = {"file_name": names, "logits": [[float(i), -float(i)] for i in range(6)]}
-    table = pyarrow.core.table(columns) if hasattr(pyarrow, "core") else __import__("pyarrow").table(columns)
-    pyarrow.write_table(table, tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     found, _ = outputs_of(tmp_path / "t.parquet", data, "classes", ["train", "test"])
     for part in ("train", "test"):
-        assert found[part][:, 0].tolist() == [float(names.index(name)) for name in data.names_of(part, "file_name") or ()]
+        assert found[part][:, 0].tolist() == [
+            float(names.index(name)) for name in data.names_of(part, "file_name") or ()
+        ]
 
 
 def test_samples_of_a_users_data_module_have_rows() -> None:
-    from tests.strangers import Stranger  # type: ignore[attr-defined]
-
-    data = DataModuleAdapter(Stranger())
+    data, whole = DataModuleAdapter(Mine()), Mine()
     data.setup()
+    whole.setup("fit")
     assert not data.train_inputs_change
+    assert data.rows_of("train").tolist() == [*range(data.places)]
