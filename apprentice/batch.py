@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     """The b rows of a global batch of `count` rows that this rank computes; b may be 0."""
 
     inputs: Tensor  # (b, ...), such as uint8 images (b, C, H, W), their normalised floats, or token numbers (b, T)
-    labels: Tensor  # (b,) int64, or (b, T) with a label for each token
+    labels: Tensor  # (b,) int64, (b, T) with a label for each token, or floats (b, C), NaN where one is unknown
     index: Tensor  # type: ignore[assignment]  # (b,) int64, each sample's place in its data set; shadows tuple.index
     rows: Tensor  # (b,) int64, each sample's row in the global batch
     count: int  # type: ignore[assignment]  # rows in the global batch
@@ -76,7 +76,8 @@ class Batch(NamedTuple):
             raise BadInput("data", "a batch of 0 rows", "at least one row on some rank")
         first, ranks = (replicas.first_row() + before, replicas.training_count()) if shared else (0, 1)
         rows = torch.arange(len(inputs), device=inputs.device) + first
-        return cls(inputs, labels.long(), rows, rows, count, ranks, step, weight)
+        labels = labels if labels.is_floating_point() else labels.long()
+        return cls(inputs, labels, rows, rows, count, ranks, step, weight)
 
     def part(self, start: int, stop: int) -> "Batch":
         """Return the rows from `start` to `stop` as a batch by themselves."""
@@ -104,7 +105,7 @@ def _count_rows(labels: Tensor, shared: bool) -> tuple[int, int, float | None]:
 
     Unless `shared`, the rows of this rank alone count.
     """
-    of_texts = labels.dim() > 1
+    of_texts = labels.dim() > 1 and not labels.is_floating_point()
     if not of_texts and (not shared or replicas.count() == 1):
         return len(labels), 0, None
     sizes = torch.tensor([len(labels), labels.shape[1] if of_texts else 1], device=labels.device)

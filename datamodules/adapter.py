@@ -22,12 +22,14 @@ from datamodules.shared_loaders import (
     RoundRobinLoader,
     SharedLoader,
     class_names_of,
+    fetch_batches,
     is_indexed,
+    read_pair,
     read_rows,
     read_samples,
     unpack_pair,
 )
-from datamodules.splits import Split
+from datamodules.splits import FLOAT_TASKS, REGRESSION, Split, scale_of
 
 IMAGES = 4  # dimensions of a batch of images
 READ = 32  # samples of a part that are read for a fingerprint
@@ -47,7 +49,8 @@ class DataModuleAdapter(InMemoryData):
 
     Args:
         data: the data module. Its hooks before and after the transfer of a batch are called.
-        num_classes: the number of classes; default: its attribute `num_classes`, or that of its hyperparameters.
+        num_classes: the number of classes; default: its attribute `num_classes`, or that of its hyperparameters. Its
+            attribute `task`, if it has one, may be `multilabel` or `regression`: then labels are (n, C) numbers.
 
     Raises:
         BadInput: the number of classes is not known; a loader gives no batch, or not (inputs, labels) with a class for
@@ -59,7 +62,9 @@ class DataModuleAdapter(InMemoryData):
     def __init__(self, data: LightningDataModule, num_classes: int | None = None) -> None:
         super().__init__(validation_size=0)
         self.data, self.name = data, type(data).__name__
+        self.task = str(getattr(data, "task", self.task))
         self.prepare_data_per_node = data.prepare_data_per_node
+        self._scale: tuple[Tensor, Tensor] | None = None
         self._classes, self._loaders = num_classes, dict[str, Loader]()
 
     def prepare_data(self) -> None:
@@ -89,8 +94,10 @@ class DataModuleAdapter(InMemoryData):
         self.batch_size, self._dtype = len(labels), inputs.dtype
         self.input_shape = tuple(inputs.shape[1:])
         known = getattr(self.data, "num_classes", self.data.hparams.get("num_classes"))
-        classes = self._classes or known
-        if not isinstance(classes, int) or classes < 2:
+        classes = self._classes or known or (labels.shape[1] if self.task == REGRESSION else None)
+        if self.task == REGRESSION and isinstance(classes, int):
+            pass  # of numbers there may be one
+        elif not isinstance(classes, int) or classes < 2:
             unknown = f"; {self.name} does not say" if classes is None else ", each with a logit"
             raise BadInput("num_classes", classes, f"the number of classes, at least 2{unknown}")
         names = getattr(self.data, "class_names", None) or getattr(self.data, "classes", None)
@@ -136,19 +143,29 @@ class DataModuleAdapter(InMemoryData):
 
     def _check_batch(self, inputs: Tensor, labels: Tensor, where: str) -> None:
         """Raise BadInput if a batch has labels that are no class, or images of another size than the first."""
+        if self.task in FLOAT_TASKS:
+            self._check_size(inputs, where)
+            return
         least, most = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
         if not 0 <= least <= most < self.num_classes:
             expected = f"labels from 0 to {self.num_classes - 1}; {where} has {least} to {most}"
             raise BadInput("num_classes", self.num_classes, expected)
+        self._check_size(inputs, where)
+
+    def _check_size(self, inputs: Tensor, where: str) -> None:
+        """Raise BadInput if a batch has images of another size than the first."""
         if inputs.dim() == IMAGES and tuple(inputs.shape[1:]) != self.input_shape:
             sizes = f"{where} has {tuple(inputs.shape[1:])}, and the first of training {self.input_shape}"
             raise BadInput("data", self.name, f"images of one size; {sizes}")
 
     def _call_hooks(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A pair as the data module's hooks make it."""
-        return unpack_pair(
+        return self._unpack(
             self.data.on_after_batch_transfer(self.data.on_before_batch_transfer((inputs, labels), 0), 0)
         )
+
+    def _unpack(self, pair: Any) -> tuple[Tensor, Tensor]:
+        return unpack_pair(pair, self.task, self.num_classes or None)
 
     def _batch_size(self, part: str) -> int:
         return getattr(self._loaders.get(part), "batch_size", None) or self.batch_size
@@ -162,6 +179,38 @@ class DataModuleAdapter(InMemoryData):
         loader = self._loaders[part]
         most = len(loader) * self._batch_size(part)
         return min(len(loader.sampler), most) if is_indexed(loader) and loader.batch_size else most
+
+    @property
+    def label_scale(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation (D,) of the numbers that train, which are read once."""
+        if self._scale is None:
+            chunks = torch.arange(self.sizes["train"]).split(READ)
+            self._scale = scale_of(torch.cat([self.samples("train", chunk).labels for chunk in chunks]))
+        return self._scale
+
+    def source_of(self, part: str) -> str:
+        return part
+
+    def rows_of(self, part: str) -> Tensor:
+        """The places in a loader's data set; BadInput for a loader that is not indexed."""
+        self.sizes  # noqa: B018 - set up
+        loader = self._loaders[part]
+        if not is_indexed(loader):
+            raise BadInput(
+                "data", self.name, f"a DataLoader of an indexed data set for {part}, whose samples have rows"
+            )
+        return torch.arange(len(loader.dataset))
+
+    @property
+    def train_inputs_change(self) -> bool:
+        """Whether the first samples differ in two epochs, as those of an augmentation do."""
+        self.sizes  # noqa: B018 - set up
+        loader = self._loaders["train"]
+        if not is_indexed(loader):
+            return False
+        few = [[*range(min(READ, len(loader.dataset)))]]
+        (once, _), (again, _) = (next(fetch_batches(loader, key, few)) for key in (self.seed, self.seed + 1))
+        return not torch.equal(once, again)
 
     @property
     def places(self) -> int:
@@ -223,13 +272,13 @@ class DataModuleAdapter(InMemoryData):
         return RoundRobinLoader(self._loaders[part], kept, *self._rank_and_replicas(), self.seed)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        inputs, labels = unpack_pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
+        inputs, labels = read_pair(self.data.on_before_batch_transfer((batch.inputs, batch.labels), dataloader_idx))
         return batch._replace(inputs=inputs, labels=labels)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Lightning's hook, on the device: as the data module does; floats get the module's type."""
         pair = self.data.on_after_batch_transfer((batch.inputs, batch.labels), dataloader_idx)
-        inputs, labels = unpack_pair(pair)
+        inputs, labels = self._unpack(pair)
         if labels.is_cpu:  # on a GPU this would wait for it
             self._check_batch(inputs, labels, "a batch")
         return super().on_after_batch_transfer(batch._replace(inputs=inputs, labels=labels), dataloader_idx)

@@ -33,7 +33,8 @@ class InMemoryData(DataHooks):
         input_shape: of one sample, as nets take it.
         class_names: names of the classes, in the order of their labels.
         given_to_nets: the attributes that a net's constructor takes, by name.
-        task: what the labels are for, by its name in `lit_modules.tasks`.
+        task: what the labels are for, by its name in `lit_modules.tasks`. Those of `multilabel` and `regression` are
+            (n, C), a column for each of `class_names`.
         label_shape: of a sample's labels; () for one class a sample.
         free_options: options that change neither training nor samples, such as where a fixed data set lies.
         hides_labels: whether training batches hide the labels that `labelled` leaves out. A teacher sees all.
@@ -97,6 +98,8 @@ class InMemoryData(DataHooks):
         self._splits: dict[str, Samples | SampleStream] = {}
         self.test_is_drawn = False  # known after `setup`
         self._moved: dict[tuple[str, torch.device], Samples] = {}
+        self._rows: dict[str, Tensor] = {}  # of each part its places in the set that it was drawn from, after `setup`
+        self._apart = set[str]()  # parts with a set of their own, after `setup`
 
     def read(self) -> tuple[Source, ...]:
         """Read the whole training and test sets, of which subsets are drawn later, and a third to validate on, if any.
@@ -132,7 +135,7 @@ class InMemoryData(DataHooks):
         """Read the data once; later calls, also in forked ranks, do nothing. Prints unequal class counts."""
         if self._splits:
             return
-        training, *others = self.read()
+        training, *others = map(self._label, self.read())
         for name in self.class_names:
             if name.encode(errors="replace").decode() != name:  # bytes that are not UTF-8 are surrogates
                 raise BadInput("data", self.name, f"classes named in UTF-8; {os.fsencode(name)!r} is not")
@@ -140,6 +143,8 @@ class InMemoryData(DataHooks):
         groups = self.near_duplicates(training) if self.test_is_drawn else None
         sizes = splits.Sizes(self.train_size, self.validation_size, self.test_size, self.subset, self.seed)
         places = splits.draw_parts([source.labels for source in (training, *others)], sizes, groups)
+        self._rows = dict(zip(LIMITS, places, strict=True))
+        self._apart = {"train", *(["test"] if others else []), *(["validation"] if others[1:] else [])}
         self.check_fits(sum(map(len, places)))
         self._true_labels = training.labels[places[0]]
         self.labelled_samples()  # raises BadInput if there are not so many
@@ -153,6 +158,19 @@ class InMemoryData(DataHooks):
             self.say(splits.describe_drawn(self.sizes, self._splits["test"].labels, self.class_names, self.seed))
         if counts := splits.describe_imbalance(self._splits["train"].labels, self.class_names):
             self.say(f"training samples of a class: {counts}")
+
+    def _label(self, source: Source) -> Source:
+        """Return a source with labels as its task has them."""
+        if self.task not in splits.FLOAT_TASKS:
+            return source
+        labels = splits.as_floats(source.labels, self.task, self.num_classes, self.name)
+        return splits.Split(source.take(torch.arange(len(labels))).inputs, labels)
+
+    @property
+    def label_scale(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation (D,) of the numbers that train, as which nets see them."""
+        self.split("train")
+        return splits.scale_of(self._true_labels)
 
     def labelled_samples(self) -> Tensor | None:
         """Return which training samples have labels that students see, (n,) bool; None for all. See `order_seed`."""
@@ -201,6 +219,20 @@ class InMemoryData(DataHooks):
         """Describe the samples of each part, a copy's alike, so that a resumed run can tell if they are other ones."""
         return {part: fingerprints.of_samples(self.split(part)) for part in LIMITS}
 
+    def source_of(self, part: str) -> str:
+        """Return the part whose set the samples of a part were drawn from, such as train of those held out."""
+        self.split(part)
+        return part if part in self._apart else "train"
+
+    def rows_of(self, part: str) -> Tensor:
+        """Return (n,) int64, for each `index` of a part's batches the sample's place in the set it was drawn from."""
+        self.split(part)
+        return self._rows[part]
+
+    def names_of(self, part: str, kind: str) -> Sequence[str] | None:
+        """Return what tells the samples of a part from others, by `file_name` or `text`; None if nothing does."""
+        return None
+
     @property
     def places(self) -> int:
         """How many samples the `index` of training batches numbers."""
@@ -210,6 +242,11 @@ class InMemoryData(DataHooks):
     def train_inputs_repeat(self) -> bool:
         """Whether a training sample is the same in each epoch, so that a teacher's output for it can be cached."""
         return True
+
+    @property
+    def train_inputs_change(self) -> bool:
+        """Whether a training sample is another one in each epoch."""
+        return not self.train_inputs_repeat
 
     def check_net(self, net: Any, whose: str) -> None:
         """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples."""

@@ -14,6 +14,7 @@ from apprentice.batch import Batch
 from apprentice.errors import BadInput, reason
 from apprentice.keyed import fold_in, with_seed
 from datamodules.loaders import EpochOrder, Resumable
+from datamodules.splits import FLOAT_TASKS, as_floats
 from datamodules.streams import quiet_worker
 
 Loader: TypeAlias = Any  # a DataLoader, or another iterable of batches (inputs, labels) with a length
@@ -69,7 +70,7 @@ def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, ChooseRows]
         for number, choose in choices:
             while at < number:
                 first += len(labels)
-                (inputs, labels), at = unpack_pair(next(batches)), at + 1
+                (inputs, labels), at = read_pair(next(batches)), at + 1
             rows = choose(len(labels))
             yield Batch(inputs[rows], labels[rows], rows + first, rows, len(labels), 1, 0)
         return
@@ -79,7 +80,7 @@ def read_rows(loader: Loader, key: int, choices: Sequence[tuple[int, ChooseRows]
     # A data set may not be able to give no samples: for their shape, one is read.
     lists = [(whole[rows] if len(rows) else whole[:1]).tolist() for whole, rows in zip(places, chosen, strict=True)]
     for whole, rows, batch in zip(places, chosen, fetch_batches(loader, key, lists), strict=True):
-        inputs, labels = unpack_pair(batch)
+        inputs, labels = read_pair(batch)
         yield Batch(inputs[: len(rows)], labels[: len(rows)], whole[rows], rows, len(whole), 1, 0)
 
 
@@ -87,10 +88,10 @@ def read_samples(loader: Loader, key: int, chosen: Tensor) -> tuple[Tensor, Tens
     """Read inputs and labels of the samples at these (k,) places in a loader's order."""
     if is_indexed(loader):
         order = torch.tensor([place for batch in draw_batches(loader, key) for place in batch])
-        return unpack_pair(next(fetch_batches(loader, key, [order[chosen].tolist()])))
+        return read_pair(next(fetch_batches(loader, key, [order[chosen].tolist()])))
     batches, read = iter(loader), list[tuple[Tensor, Tensor]]()
     while sum(len(labels) for _, labels in read) <= int(chosen.max()):
-        read.append(unpack_pair(next(batches)))
+        read.append(read_pair(next(batches)))
     inputs, labels = (torch.cat(parts)[chosen] for parts in zip(*read, strict=True))
     return inputs, labels
 
@@ -158,14 +159,31 @@ class _Keyed(Dataset):
         return with_seed(fold_in(self.key, place), lambda: self.dataset[place])
 
 
-def unpack_pair(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return inputs (n, ...) and labels (n,) int64 of a batch; raise BadInput if it is no such pair."""
+def read_pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return inputs (n, ...) and labels (n, ...) of a batch, classes as int64; raise BadInput if it is no such pair."""
     inputs, labels = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor) or labels.dim() != 1 or _has_fractions(labels):
-        kinds = ", ".join(map(_kind, batch)) if isinstance(batch, list | tuple) else _kind(batch)
-        expected = "batches of two tensors, inputs (n, ...) and labels (n,) of whole numbers, a class for each sample"
-        raise BadInput("data", kinds, expected)
-    return inputs, labels.long()
+    if not isinstance(inputs, Tensor) or not isinstance(labels, Tensor):
+        raise _no_pair(batch)
+    return inputs, labels if labels.dim() != 1 or _has_fractions(labels) else labels.long()
+
+
+def unpack_pair(batch: Any, task: str = "classification", columns: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return inputs (n, ...) and labels (n,) int64, or as a task of `FLOAT_TASKS` has them, (n, columns) floats.
+
+    BadInput for another batch.
+    """
+    inputs, labels = read_pair(batch)
+    if task in FLOAT_TASKS:
+        return inputs, as_floats(labels, task, columns or labels[0].numel(), "a batch")
+    if labels.dim() != 1 or _has_fractions(labels):
+        raise _no_pair(batch)
+    return inputs, labels
+
+
+def _no_pair(batch: Any) -> BadInput:
+    kinds = ", ".join(map(_kind, batch)) if isinstance(batch, list | tuple) else _kind(batch)
+    expected = "batches of two tensors, inputs (n, ...) and labels (n,) of whole numbers, a class for each sample"
+    return BadInput("data", kinds, expected)
 
 
 def _has_fractions(labels: Tensor) -> bool:

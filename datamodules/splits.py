@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from apprentice import keyed
+from apprentice.batch import HIDDEN
 from apprentice.errors import BadInput
 
 ROUNDING = 1e-6  # tolerance of a sum of fractions
 LISTED = 12  # classes whose counts are listed
 HELD_OUT = 0.2  # of samples without a test set, how much to test on
+FLOAT_TASKS = MULTILABEL, REGRESSION = "multilabel", "regression"  # whose labels are floats (n, C), NaN where unknown
 Subset = Literal["balanced", "proportional"]
 LabelledBy = Literal["seed", "split"]
 
@@ -58,6 +60,37 @@ class Samples(Protocol):
 
     def to(self, device: torch.device) -> "Samples":
         """Return the samples on a device."""
+
+
+def as_floats(labels: Tensor, task: str, columns: int, name: str) -> Tensor:
+    """Return labels (n, C), or (n,) for C = 1, of a task of `FLOAT_TASKS` as floats; BadInput for others.
+
+    Of several labels a sample, whole numbers may be 1, 0, and -1 where unknown.
+    """
+    floats = labels if labels.is_floating_point() else labels.float()
+    floats = floats[:, None] if floats.dim() == 1 else floats
+    if floats.dim() != 2 or floats.shape[1] != columns:
+        raise BadInput("data", name, f"labels (n, {columns}) for `task` {task}; they are {tuple(labels.shape)}")
+    if task == MULTILABEL:
+        floats = floats if labels.is_floating_point() else floats.masked_fill(labels.view_as(floats) == HIDDEN, torch.nan)
+        if wrong := floats[~((floats == 0) | (floats == 1) | floats.isnan())].tolist():
+            raise BadInput("data", name, f"labels that are 0, 1, or NaN where unknown; one is {wrong[0]:g}")
+    elif floats.isinf().any():
+        raise BadInput("data", name, "numbers that are finite, or NaN where unknown; one is infinite")
+    return floats
+
+
+def scale_of(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation (D,) float64 of the known ones among numbers (n, D); a deviation of 0 counts as 1."""
+    mean = labels.double().nanmean(0).nan_to_num()
+    std = (labels.double() - mean).square().nanmean(0).sqrt().nan_to_num()
+    return mean, std.where(std > 0, 1.0)
+
+
+def strata(labels: Tensor) -> Tensor:
+    """Return (n,) int64, by what samples are drawn in proportion: their classes; samples of other labels are alike."""
+    is_class = labels.dim() == 1 and not labels.is_floating_point()
+    return labels if is_class else torch.zeros(len(labels), dtype=torch.int64)
 
 
 def balanced_subset(labels: Tensor, size: int, key: int) -> Tensor:
@@ -154,7 +187,7 @@ def check_labelled_by(labelled_by: LabelledBy, labelled: int | None) -> None:
 def draw_labelled(labels: Tensor, size: int, key: int) -> Tensor:
     """Draw the `size` of n samples whose labels are known, (n,) bool: a balanced subset, which larger ones contain."""
     if labels.dim() > 1:
-        raise BadInput("data.labelled", size, f"not allowed, as a sample has {labels.shape[1]} labels, not one")
+        raise BadInput("data.labelled", size, f"not allowed, as labels are {tuple(labels.shape)}, not a class a sample")
     classes = len(labels.unique())
     if not classes <= size <= len(labels):
         expected = (
@@ -203,7 +236,7 @@ def draw_parts(labels: Sequence[Tensor], sizes: Sizes, groups: Tensor | None) ->
     several labels are drawn as if of one class. The validation set is used whole, unless its size is 0.
     Without a test set all parts are drawn from the training set, and `groups` (n,) of it are not split.
     """
-    training, *others = (x if x.dim() == 1 else x.new_zeros(len(x)) for x in labels)
+    training, *others = map(strata, labels)
     if others:
         rest, test = torch.arange(len(training)), draw_test(others[0], sizes.test, sizes.seed, sizes.subset)
     else:

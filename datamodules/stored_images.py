@@ -158,6 +158,13 @@ class StoredImages(ImageData):
         decoded = images.take(places)
         return SampleStream(decoded, self.num_workers) if self.num_workers else decoded
 
+    def names_of(self, part: str, kind: str) -> list[str] | None:
+        if kind != "file_name":
+            return None
+        self.split("train")
+        images = self._encoded[[*LIMITS].index(part)]
+        return [images.short_name(place) for place in range(len(images.labels))]
+
     def fingerprint(self) -> Fingerprint:
         """Hash the images as stored; decoded pixels depend on this machine's libraries."""
         self.split("train")

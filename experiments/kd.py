@@ -49,6 +49,7 @@ from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.nets.stored import Outputs as StoredOutputs
 
 WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be written")
 BY_LAST_EPOCH = "which compares settings by their last epochs"
@@ -124,7 +125,7 @@ def parser() -> cli.Parser:
     parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
     for group in options_by_task():
         parser.add_options(group)
-    net = cli.Classes((nets.Net, nn.Module), nets)
+    net = cli.Classes((nets.Net, nn.Module), nets, more=(StoredOutputs,))
     method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
     parser.add_choice("teacher", net, "DeepNN", fixed=arguments_set_by_data, about="the net that teaches")
     about = "the net that learns"
@@ -175,7 +176,8 @@ class KD(BakeOff):
         """Build the module of some students of a teacher."""
         session, config, data = self.session, self.config, self.session.data
         students, optimizers, arms = {}, {}, list(arms)
-        teacher = self.kind.prepare_teacher(session, teacher, arms)
+        if not isinstance(teacher, StoredOutputs):
+            teacher = self.kind.prepare_teacher(session, teacher, arms)
         for arm in arms:
             objective = arm.objective(config)
             # Equal peers would teach one another nothing.

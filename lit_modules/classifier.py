@@ -12,6 +12,7 @@ from lit_modules.nets.base import pipeline_stages
 from lit_modules.nets.layers import heads, run
 from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.specs import Spec, rebuild
+from lit_modules.nets.stored import Outputs as StoredOutputs
 from lit_modules.objectives.base import average_labelled, replace_ignored_labels, weigh_classes
 from lit_modules.tasks import Classification, Task
 from lit_modules.training.extras import extras_of_nets
@@ -95,10 +96,12 @@ class LitClassifier(Loop):
     def predict(self, inputs: Tensor) -> dict[str, Tensor]:
         return {"": self(inputs)}
 
-    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
+    def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
+        if isinstance(self.net, StoredOutputs):
+            return Predictions(None, {"": self.net.rows(self.evaluated_part, batch.index)}, {})
         if self.optimization.compiled:
-            return super().evaluate(inputs, beside)
-        return Predictions(None, {"": self.outputs.run_alone(self.net, inputs, self)}, {})
+            return super().evaluate(batch, beside)
+        return Predictions(None, {"": self.outputs.run_alone(self.net, batch.inputs, self)}, {})
 
     def timed_steps(self, run: str, batch: Batch) -> dict[float, Callable[[], Tensor]]:
         net = copy.deepcopy(self.net).train(not self.head_only)

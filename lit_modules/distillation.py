@@ -21,12 +21,13 @@ from lit_modules.nets.base import Net
 from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
-from lit_modules.nets.outputs import Outputs
+from lit_modules.nets.outputs import EMBEDDINGS, Outputs
 from lit_modules.nets.specs import Spec, rebuild
+from lit_modules.nets.stored import Outputs as StoredOutputs
 from lit_modules.nets.stored import TeacherWithoutWeights
 from lit_modules.objectives.base import Objective, average_labelled
 from lit_modules.objectives.context import StepContext, call
-from lit_modules.tasks import CLASSES, LABELLED, Classification, Task
+from lit_modules.tasks import LABELLED, Classification, Task
 from lit_modules.training.averages import WeightAverages
 from lit_modules.training.extras import extras_of_nets
 from lit_modules.training.loop import Loop
@@ -235,10 +236,13 @@ class Distillation(Loop):
         _, students = self(inputs, request=ForwardRequest(False, self.runs))
         return {name: x.logits for name, x in students.items() if name not in self.inactive}
 
-    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
+    def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
         """What evaluation scores, also of averages, and of the teacher if `beside` it."""
-        beside = beside and self.has_teacher
-        teacher, students = self(inputs, request=ForwardRequest(beside, self.runs, "scores"))
+        beside, inputs = beside and self.has_teacher, batch.inputs
+        is_stored = isinstance(self.teacher, StoredOutputs)
+        teacher, students = self(inputs, request=ForwardRequest(beside and not is_stored, self.runs, "scores"))
+        if beside and isinstance(self.teacher, StoredOutputs):
+            teacher = self.teacher.rows(self.evaluated_part, batch.index)
         averages = {name: net for name in self.active_runs if (net := self.average_of(name)) is not None}
         return Predictions(
             teacher if beside else None,
@@ -274,7 +278,8 @@ class Distillation(Loop):
         """Where training is, and which rows a batch has."""
         done = self.batches_done
         progress = done / self.epoch_batches, done / self.batches_planned
-        context = StepContext(done, *progress, samples=self._samples, has_labels=self.task.outputs == CLASSES)
+        context = StepContext(done, *progress, samples=self._samples, has_labels=self.task.outputs != EMBEDDINGS,
+                              loss=self.task.loss_of_labels)
         if batch is None:
             return context
         return replace(context, index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)

@@ -36,6 +36,7 @@ class LabelledText(ClassData):
         if length < 1:
             raise BadInput("data.length", length, "at least 1 token")
         self.root, self.length, self.input_shape = Path(root).expanduser(), length, (length,)
+        self._texts = dict[str, list[bytes]]()  # of the sets that parts are drawn from
 
     @property
     def preparation(self) -> Preparation:
@@ -73,7 +74,16 @@ class LabelledText(ClassData):
         whole = Split(torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, self.length), labels)
         classes = [(labels == number).nonzero().flatten() for number in numbers.values()]
         test = torch.cat([places[TEST_EVERY - 1 :: TEST_EVERY] for places in classes]).sort().values
-        return whole.take(complement(test, len(labels))), whole.take(test)
+        train = complement(test, len(labels))
+        sets = {"train": train, "test": test}
+        self._texts = {part: [lines[row][1] for row in rows.tolist()] for part, rows in sets.items()}
+        return whole.take(train), whole.take(test)
+
+    def names_of(self, part: str, kind: str) -> list[str] | None:
+        if kind != "text":
+            return None
+        rows, source = self.rows_of(part).tolist(), self.source_of(part)
+        return [self._texts[source][row].decode(errors="replace") for row in rows]
 
 
 class Shakespeare(LabelledText):

@@ -61,8 +61,9 @@ class Classes:
     @property
     def by_name(self) -> dict[str, type]:
         """The package's classes, then ours, by short name; all are imported."""
+        more = [chosen.__name__ for chosen in self.more]
         names = dict.fromkeys([*vars(self.package), *getattr(self.package, "__all__", ())])
-        classes = {name: self.get(name) for name in [*names, *(chosen.__name__ for chosen in self.more)]}
+        classes = {name: self.get(name) for name in [*(name for name in names if name not in more), *more]}
         return {name: chosen for name, chosen in classes.items() if chosen is not None}
 
     def get(self, name: str) -> type | None:

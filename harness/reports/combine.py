@@ -61,12 +61,13 @@ def combine(
             combined[name].delta_vs_ce_corrected = corrected.get(name)
     if header.config.get("zoo"):
         combined = dict(sorted(combined.items(), key=lambda item: _rank(item[1].scores[metric.name], metric)))
+    is_tested = bool(teachers) and teachers[0].nets["teacher"].figures.get(metric.name) is not None
     by_seed = "{seed}" in (header.config.get("teacher_ckpt") or "")
     others = {name: _combine_teachers(name, fits, metric, by_seed=False) for name, fits in more_teachers.items()}
     return Results(
         **vars(header), metric=metric, students=combined, students_fit_seconds=students_fit_seconds,
         teacher=_combine_teachers("teacher", teachers, metric, by_seed) if teachers else None, more_teachers=others,
-        alone={} if teachers else _sampled(next(iter(students.values()))[0]),
+        alone={} if is_tested else _sampled(next(iter(students.values()))[0]),
     )  # fmt: skip
 
 

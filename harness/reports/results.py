@@ -123,7 +123,9 @@ class Results(Header):
     search: Search | None = None  # of settings, if there was one
     pooled: Sequence[str] = ()  # the runs whose seeds these are, if it is several
     more_teachers: Mapping[str, TeacherResults] = field(default_factory=dict)  # others, by the names of their rows
-    alone: Mapping[str, Packed] = field(default_factory=dict)  # without a teacher, what it would have as `sampled`
+    alone: Mapping[str, Packed] = field(
+        default_factory=dict
+    )  # without a tested teacher, what it would have as `sampled`
 
     @property
     def nets(self) -> dict[str, NetResults]:
@@ -136,7 +138,7 @@ class Results(Header):
     @property
     def sampled(self) -> Mapping[str, Packed]:
         """By key, values of the test samples that are the same for each net."""
-        return self.teacher.sampled if self.teacher else self.alone
+        return self.alone or (self.teacher.sampled if self.teacher else {})
 
     @property
     def baselines(self) -> list[str]:

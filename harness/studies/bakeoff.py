@@ -39,6 +39,7 @@ from harness.studies.choices import (
     check_modules,
     check_net,
     is_from_teacher,
+    is_in_file,
     notice_metric_direction,
 )
 from harness.studies.fits import save_classifier
@@ -52,6 +53,7 @@ from harness.studies.teachers import (
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.ensemble import Ensemble
+from lit_modules.nets.stored import Outputs
 from lit_modules.training.loop import Loop
 from strategies import PipelineStrategy
 
@@ -90,7 +92,8 @@ class BakeOff(SideBySide):
         loaded = dict[str, nn.Module]()
         for key in first.teachers:  # of a stand-in the file lacks what new students need
             saved = folder / teacher_row_name(key)
-            loaded[key] = self.teacher(plan.seed, key).net if self.kind.is_stand_in(saved) else load_net(saved, "out")
+            has_weights = not (is_in_file(self.config, key) or self.kind.is_stand_in(saved))
+            loaded[key] = load_net(saved, "out") if has_weights else self.teacher(plan.seed, key).net
         teacher = merge_teachers(loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_from_teacher(self.config, arm.net)):
             self.nets_from_teachers.choose(net, plan.seed, teacher)
@@ -202,8 +205,14 @@ class BakeOff(SideBySide):
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
         is_trained, arm = self.kind.has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
         epochs = None if is_trained else teacher_epochs(self.session, key)
-        batch_size = self.config.teacher_batch_size
-        return FitPlan(seed, arm.name, (arm,), epochs, is_trained, batch_size=batch_size, all_labels=True)
+        batch_size, net = (
+            self.config.teacher_batch_size,
+            self.teacher(seed, key).net if is_in_file(self.config, key) else None,
+        )
+        tested = not isinstance(net, Outputs) or "test" in net.parts
+        return FitPlan(
+            seed, arm.name, (arm,), epochs, is_trained, tested=tested, batch_size=batch_size, all_labels=True
+        )
 
     def check_peers_train_together(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}

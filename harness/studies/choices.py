@@ -29,12 +29,14 @@ from lit_modules.nets.from_teacher import FromTeacher
 from lit_modules.nets.identity import Origin
 from lit_modules.nets.layers import check_keeps_apart
 from lit_modules.nets.specs import Recorded, path_of
+from lit_modules.nets.stored import Outputs
 from lit_modules.tasks import CLASSES, Metric, OwnMetric, Task, task_class, task_of
 from lit_modules.training.loop import Loop
 from strategies.exact import ExactSteps
 
 FLOAT32 = 4  # bytes
 NARROW = {"16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"}  # precisions of weights
+IN_FILE = "harness.studies.teacher_file"  # imported for a teacher whose outputs are in a file
 DEFAULT_METRIC = "accuracy"  # value of `metric` for what the task itself judges by
 
 
@@ -97,17 +99,26 @@ def net_spec(session: Session, key: str) -> Spec:
     values = cli.arguments(choice, key, **arguments)
     if issubclass(choice.target, Recorded):
         values = choice.target.rebuild_arguments(values)
-    chosen, holder = spec(choice.class_path, values), task_class(session.data.task).net
+    chosen = spec(choice.class_path, values)
+    holder = "" if is_in_file(session.config, key) else task_class(session.data.task).net
     return spec(holder, {"net": chosen, "input_shape": session.data.input_shape}) if holder else chosen
 
 
 def net_of_task(session: Session, net: nn.Module, key: str) -> nn.Module:
     """Return a net that gives the outputs of the data's task, of the one chosen under a key."""
+    if isinstance(net, Outputs):
+        found: nn.Module = resolve_name(f"{IN_FILE}.find_outputs")(session, net, key)
+        return found
     if not (holder := task_class(session.data.task).net):
         return net
     with naming(key):
         held: nn.Module = resolve_name(holder)(net, input_shape=session.data.input_shape)
         return held
+
+
+def is_in_file(config: Namespace, key: str) -> bool:
+    """Return whether the net chosen under a key has no weights, but outputs in a file."""
+    return issubclass(cli.choice_at(config, key).target, Outputs)
 
 
 def trained_spec(session: Session, key: str, net: nn.Module, teacher: str = "teacher") -> Spec:
@@ -206,6 +217,9 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
     config, data, strategy = session.config, session.data, trainer.strategy
     net = make_net(config, key, config.seeds[0], data.net_arguments, session.is_double)
     net = net_of_task(session, net, key)
+    if isinstance(net, Outputs):
+        resolve_name(f"{IN_FILE}.check_in_file")(session, net, key, trainer)
+        return
     if trained:  # a teacher that is loaded may fill the memory once
         again = make_net(config, key, config.seeds[0], data.net_arguments, session.is_double)
         again = net_of_task(session, again, key)

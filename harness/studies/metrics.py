@@ -13,6 +13,7 @@ from harness.cli.classes import Classes, import_target
 from harness.cli.messages import near
 from lit_modules.tasks import ClassMetric
 
+OTHERS = frozenset({"map", "exact", "label_acc", "r2", "mae"})  # of tasks whose labels are no classes
 DATA = frozenset({"num_classes"})  # arguments that no flag sets
 
 
@@ -30,7 +31,7 @@ class MetricClasses(Classes):
 
     def find(self, name: Any, key: str) -> tuple[Any, Mapping[str, Any]]:
         """Return a name of ours as it is, else the class or function at an import path."""
-        if name in self.by_name:
+        if name in self.by_name or name in OTHERS:
             return name, {}
         if not isinstance(name, str) or "." not in name:
             raise BadInput(key, name, self.expected(name))

@@ -15,9 +15,9 @@ from harness.runs.plans import Arm
 from harness.runs.quiet import notice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
+from lit_modules.nets.outputs import EMBEDDINGS
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.sum import Sum
-from lit_modules.tasks import CLASSES
 
 SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
 
@@ -43,7 +43,7 @@ def needs() -> dict[str, list[str]]:
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
         for name, method in Classes((Objective,), objectives).by_name.items()
-        if issubclass(method, Objective) and method is not Sum and CLASSES in method.compares
+        if issubclass(method, Objective) and method is not Sum and method.compares != {EMBEDDINGS}
     }
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
 from lit_modules.embedding.neighbours import NEIGHBOURS, difference_of_cosines, shared_neighbours
-from lit_modules.tasks.base import EMBEDDINGS, Metric, Range, Task
+from lit_modules.nets.outputs import EMBEDDINGS
+from lit_modules.tasks.base import Metric, Range, Task
 from lit_modules.tasks.scores import Embeddings, Gathered, Scored, Scores
 
 SHARED = Metric(

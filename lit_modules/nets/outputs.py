@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from lit_modules.nets.attention.precision import widen
 
+# Kinds of outputs: logits of exclusive classes; logits of labels, of which a sample may have several; numbers; vectors.
+KINDS = CLASSES, LABELS, VALUES, EMBEDDINGS = "classes", "labels", "values", "embeddings"
+
 
 class HeadInputs(NamedTuple):
     """What logits (b, T, V) are computed from: the inputs of a language model's last layer, and its weights."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.attention_transfer import AttentionTransfer
     from lit_modules.objectives.attn_distill import AttnDistill
     from lit_modules.objectives.base import FeatureObjective, Objective, Term
+    from lit_modules.objectives.bounded_regression import BoundedRegression
     from lit_modules.objectives.cc import CC
     from lit_modules.objectives.cosine import Cosine
     from lit_modules.objectives.crd import CRD
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.linearize import Linearize
     from lit_modules.objectives.logit_mse import LogitMSE
     from lit_modules.objectives.logits import LogitObjective
+    from lit_modules.objectives.mld import MLD
     from lit_modules.objectives.nkd import NKD
     from lit_modules.objectives.nst import NST
     from lit_modules.objectives.pkt import PKT
@@ -63,6 +65,7 @@ MODULES = {
     "FeatureObjective": "base",
     "Objective": "base",
     "Term": "base",
+    "BoundedRegression": "bounded_regression",
     "CC": "cc",
     "Cosine": "cosine",
     "CRD": "crd",
@@ -83,6 +86,7 @@ MODULES = {
     "Linearize": "linearize",
     "LogitMSE": "logit_mse",
     "LogitObjective": "logits",
+    "MLD": "mld",
     "NKD": "nkd",
     "NST": "nst",
     "PKT": "pkt",

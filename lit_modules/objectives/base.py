@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -115,9 +116,18 @@ class Objective(Recorded, nn.Module, ABC):
     def terms(
         self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
     ) -> dict[str, Term]:
-        """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
+        """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16.
+
+        Where labels are no classes, `forward` gets zeros in their place, and its cross-entropies are the context's loss.
+        """
         with torch.autocast(labels.device.type, enabled=False):
-            terms = self.call_forward(student.widen(), teacher and teacher.widen(), labels, context)
+            student, classes = student.widen(), labels
+            if context.loss is not None:
+                classes, context = labels.new_zeros(len(labels)).long(), replace(context, labels=labels)
+            terms = self.call_forward(student, teacher and teacher.widen(), classes, context)
+            if context.loss is not None:  # of labels that are no classes, in the place of the cross-entropies
+                loss = context.loss(student.logits, labels)
+                terms = {name: term._replace(values=loss) if term.is_ce else term for name, term in terms.items()}
         return terms if context.has_labels else {name: term for name, term in terms.items() if not term.is_ce}
 
     def call_forward(

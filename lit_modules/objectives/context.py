@@ -25,6 +25,9 @@ class StepContext:
     peers: Mapping[str, Outputs] = field(default_factory=dict)  # outputs of `peers`, without gradients
     counted: Tensor | None = None  # (b, T) bool, which tokens count; None if all do
     has_labels: bool = True  # whether the task has labels; without, terms of cross-entropies are left out
+    # The loss (b,) of labels that are no classes, given outputs and labels; None where cross-entropies are it.
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    labels: Tensor | None = None  # (b, C), those of which `loss` is; 0 stands for each in the labels of `forward`
     is_written: bool = False  # whether the texts are the student's own: their labels teach nothing
 
 

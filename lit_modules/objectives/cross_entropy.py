@@ -3,13 +3,14 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from lit_modules.nets.outputs import CLASSES, LABELS, VALUES
 from lit_modules.objectives.base import Outputs, Term, ce_term, cross_entropy
 from lit_modules.objectives.search import Linear, space
 from lit_modules.objectives.text_objective import TextObjective
 
 
 class CrossEntropy(TextObjective):
-    """Cross-entropy with the labels; the teacher is not used.
+    """Cross-entropy with the labels, or the task's loss of labels that are no classes; the teacher is not used.
 
     Args:
         label_smoothing: share of the label that is spread over all classes, its own too (Szegedy et al. 2016), as torch
@@ -24,6 +25,7 @@ class CrossEntropy(TextObjective):
         super().__init__()
         if not 0 <= label_smoothing < 1:
             raise BadInput("label_smoothing", label_smoothing, "a share of 0 or more, below 1")
+        self.compares = frozenset({CLASSES}) if label_smoothing else frozenset({CLASSES, LABELS, VALUES})
         self.label_smoothing = label_smoothing
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from lit_modules.nets.outputs import KINDS
 from lit_modules.objectives.base import FeatureObjective, Outputs
 
 
@@ -14,7 +15,7 @@ class EmbeddingObjective(FeatureObjective):
         teacher_layer: path of the teacher's layer, flattened.
     """
 
-    compares = frozenset({"classes", "embeddings"})
+    compares = frozenset(KINDS)
     relates_rows = True
     fewest_related = 2
 

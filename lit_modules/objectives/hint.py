@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from lit_modules.nets.outputs import CLASSES, LABELS, VALUES
 from lit_modules.nets.tokens import as_maps
 from lit_modules.objectives.base import FeatureObjective, Outputs, Term, ce_term, weight
 from lit_modules.objectives.search import Log, space
@@ -19,6 +20,7 @@ class Hint(FeatureObjective):
         layers: those of FeatureObjective, with maps (b, C_s, H, W) and (b, C_t, H, W), or tokens of as many patches.
     """
 
+    compares = frozenset({CLASSES, LABELS, VALUES})
     regressor: nn.Module
     search = space(hint_weight=Log(0.025, 25))
 

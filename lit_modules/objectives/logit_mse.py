@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from lit_modules.nets.outputs import CLASSES, LABELS, VALUES
 from lit_modules.objectives.base import Outputs, Term, ce_term, weight
 from lit_modules.objectives.logits import LogitObjective
 from lit_modules.objectives.search import Log, space
@@ -20,6 +21,7 @@ class LogitMSE(LogitObjective):
 
     def __init__(self, mse_weight: float = 1.0, ce_weight: float = 1.0, standardize: bool = False) -> None:
         super().__init__(standardize=standardize)
+        self.compares = frozenset({CLASSES}) if standardize else frozenset({CLASSES, LABELS, VALUES})
         self.mse_weight, self.ce_weight = weight("mse_weight", mse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

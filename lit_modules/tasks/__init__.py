@@ -6,7 +6,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from apprentice.errors import BadInput
-from lit_modules.tasks.base import CLASSES, LABELLED, TOKENS, Metric, Range, Task
+from lit_modules.nets.outputs import CLASSES
+from lit_modules.tasks.base import LABELLED, TOKENS, Metric, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
 from lit_modules.tasks.own_metric import OwnMetric, describe_own
 from lit_modules.tasks.scores import ExactMean, Scores
@@ -15,6 +16,8 @@ from lit_modules.tasks.tokens import ANSWERS, BITS, BYTES, Tokens, TokenScores
 # By the name that a data module has as its `task`; imported when one is asked for.
 TASKS = {
     "classification": "lit_modules.tasks.classification.Classification",
+    "multilabel": "lit_modules.tasks.multilabel.MultiLabel",
+    "regression": "lit_modules.tasks.regression.Regression",
     "tokens": "lit_modules.tasks.tokens.Tokens",
     "embedding": "lit_modules.embedding.task.Embedding",
 }

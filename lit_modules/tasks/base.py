@@ -1,7 +1,7 @@
 """What a task is: what a label is, what outputs mean, how nets learn from labels and are scored, what reports show."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from apprentice.batch import Batch, label_mask
 from apprentice.errors import BadInput
+from lit_modules.nets.outputs import CLASSES, LABELS, VALUES
 from lit_modules.nets.specs import Recorded
 from lit_modules.objectives.base import cross_entropy
 from lit_modules.tasks.scores import Scores
 
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
-CLASSES, EMBEDDINGS = "classes", "embeddings"  # kinds of outputs
 TEXTS = "texts"  # name of the texts in each row, where a row may have several
 COUNTS = {LABELLED, TOKENS, TEXTS}
 EMA = "ema_"  # how names of scores of averaged weights begin
@@ -108,7 +108,9 @@ class Task(Recorded):
         metric: what nets are judged by.
         weight: of the values of a single sample, the one that is its weight in means over samples; "" for equal ones.
         parts: import path of the parts with which a loop trains on such samples: see `lit_modules.training.parts`.
-        outputs: what nets give, which objectives can compare or not.
+        outputs: what nets give, of `KINDS`, which objectives can compare or not. Labels of `classes` are whole numbers
+            (b, ...), -1 where hidden and -100 where ignored; those of `labels` and `values` are floats as the outputs,
+            (b, C), NaN where unknown; `embeddings` have none.
         net: import path of the class that holds a chosen net, whose outputs it turns into these; "" for none.
         fidelity: how a net follows its teacher, for each sample, of `FIDELITY`.
         beside_teacher: whether a validation, too, needs the teacher's outputs.
@@ -143,6 +145,15 @@ class Task(Recorded):
         Of nets that learn alone, as a teacher does: a student's term of labels is its objective's.
         """
         return cross_entropy(logits, labels)
+
+    @property
+    def loss_of_labels(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What stands for the cross-entropies of objectives, `loss`; None where labels are classes, or there are none."""
+        return self.loss if self.outputs in {LABELS, VALUES} else None
+
+    def label_shape(self, logits: Tensor) -> tuple[int, ...]:
+        """Return the shape of the labels of such logits."""
+        return tuple(logits.shape if self.outputs in {LABELS, VALUES} else logits.shape[:-1])
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
         """Raise BadInput if labels are no classes; `weighted` says whether their batch has a `label_weight`."""

@@ -61,6 +61,8 @@ class Classification(Task):
     def __init__(self, num_classes: int, metric: Judge = "accuracy") -> None:
         super().__init__()
         metric = rebuild(metric, "metric")
+        if isinstance(metric, str) and metric not in self.metrics:
+            raise BadInput("metric", metric, f"one of {', '.join(self.metrics)}, by which classes are judged")
         self.num_classes, self.scored = num_classes, metric
         if isinstance(metric, OwnMetric):
             metric.check(num_classes)

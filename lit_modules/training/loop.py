@@ -16,7 +16,7 @@ from apprentice.contract import ModuleLayout
 from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.specs import rebuild, record_arguments
 from lit_modules.tasks.base import COUNTS, Task
-from lit_modules.tasks.scores import Scores
+from lit_modules.tasks.scores import TEST, VALIDATION, Scores
 from lit_modules.training.batches import BatchReader, check_trained, require_batch
 from lit_modules.training.checkpoints import load_parts, save_parts
 from lit_modules.training.extras import Extra
@@ -103,9 +103,9 @@ class Loop(LightningModule):
         """Logits (b, ..., classes) of each run that is active, for inputs (b, ...)."""
         raise NotImplementedError
 
-    def evaluate(self, inputs: Tensor, beside: bool) -> Predictions[Outputs]:
+    def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
         """What evaluation scores: outputs of the active runs, also of a teacher if `beside` it."""
-        return Predictions(None, {run: Outputs(logits, {}) for run, logits in self.predict(inputs).items()}, {})
+        return Predictions(None, {run: Outputs(logits, {}) for run, logits in self.predict(batch.inputs).items()}, {})
 
     def timed_steps(self, run: str, batch: Batch) -> dict[float, Callable[[], Tensor]]:
         """Steps of a copy of one run, for each part of its training with a cost of its own, by where it begins.
@@ -182,6 +182,11 @@ class Loop(LightningModule):
         except RuntimeError:
             return None
         return trainer if isinstance(trainer, Trainer) else None  # under Fabric there is a stand-in
+
+    @property
+    def evaluated_part(self) -> str:
+        """The part of the data that an evaluation scores."""
+        return TEST if self.attached_trainer is not None and self.trainer.testing else VALIDATION
 
     @property
     def batches_done(self) -> int:

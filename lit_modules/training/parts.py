@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from lit_modules.nets.stored import Outputs as StoredOutputs
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.base import Objective
 from lit_modules.tasks.base import Task
@@ -15,6 +16,8 @@ from lit_modules.training.extras import Extra
 from lit_modules.training.student import Student
 from lit_modules.training.teacher import TeacherCache, TeacherOutputs
 from lit_modules.training.whole_outputs import WholeOutputs
+
+TEACHER_FILE = "lit_modules.training.teacher_file.TeacherFile"  # imported for a teacher in a file
 
 
 class Parts:
@@ -52,6 +55,9 @@ class Parts:
         folder: str | Path | None, tell: Callable[[str], object],
     ) -> TeacherOutputs:  # fmt: skip
         """Return what stores a teacher's outputs of so many classes; BadInput for a teacher that can't be stored."""
+        if isinstance(teacher, StoredOutputs):
+            of_file: TeacherOutputs = resolve_name(TEACHER_FILE)(teacher)
+            return of_file
         if isinstance(teacher, StoredTeacher):
             raise BadInput("teacher", type(teacher).__name__, "what was stored of it beside it")
         return TeacherCache(teacher, max_mb, folder, tell)

@@ -53,7 +53,7 @@ class RunScores(nn.Module):
     def score(self, loop: "Loop", batch: Batch, beside: bool) -> Predictions[Scored]:
         """Add a batch to the scores of all runs, also beside a teacher; return what they are made of."""
         with loop.reader.naming_inputs(batch.inputs):
-            predictions = loop.evaluate(batch.inputs, beside)
+            predictions = loop.evaluate(batch, beside)
         for outputs in predictions.students.values():
             loop.reader.check_labels(outputs.logits, batch, loop.training)
         scored = loop.outputs.measure(predictions, batch.labels)

@@ -104,7 +104,7 @@ def test_an_objective_stays_on_its_device(method: str, mixed: bool, monkeypatch:
         if mixed:
             rows = rows._replace(mixed=Mixed(rows.labels, torch.full((ROWS,), 0.5, device=GPU)))
         are_there(module.shard_step(rows))
-        are_there(*module.eval().evaluate(rows.inputs, beside=True))
+        are_there(*module.eval().evaluate(rows, beside=True))
 
 
 @pytest.mark.parametrize("method", ["MiniLM", *sorted(OF_VITS)])

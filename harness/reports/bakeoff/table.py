@@ -36,8 +36,11 @@ def table(results: Results, scores_first: bool = False) -> Table:
 
 
 def _mean(net: NetResults, key: str, metric: Metric) -> str:
-    """Write the mean of a score over all nets."""
-    return metric.mean(net.scores[key][: net.nets] if isinstance(net, TeacherResults) else net.scores[key])
+    """Write the mean of a score over all nets; `NONE` of a teacher that was not tested."""
+    if isinstance(net, TeacherResults):
+        scores = net.scores[key][: net.nets]
+        return NONE if all(score is None for score in scores) else metric.mean(scores)
+    return metric.mean(net.scores[key])
 
 
 def _averages(results: Results) -> list[tuple[str, list[str]]]:

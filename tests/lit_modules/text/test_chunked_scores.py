@@ -113,7 +113,7 @@ def test_no_logits_of_all_tokens_are_there(monkeypatch: pytest.MonkeyPatch) -> N
     scores(made)
     assert max(rows) == 3
     with torch.no_grad():
-        predictions = made.evaluate(texts().inputs, beside=True)
+        predictions = made.evaluate(texts(), beside=True)
     assert predictions.teacher is not None
     assert all(x.logits.is_meta and x.hidden for x in (predictions.teacher, *predictions.students.values()))
     assert predictions.students["kd"].logits.shape == (B, T, V)

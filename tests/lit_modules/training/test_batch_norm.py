@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from apprentice.batch import Batch
 from apprentice.keyed import Dropout, with_seed
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
@@ -173,7 +174,7 @@ def test_a_teacher_is_that_of_torch_in_training_and_evaluation() -> None:
     for mode in (True, False):
         module.train(mode)
         assert not module.teacher.training
-        asked = module.evaluate(images, beside=True).teacher
+        asked = module.evaluate(Batch.of((images, torch.zeros(9)), 0, shared=False), beside=True).teacher
         assert asked is not None
         torch.testing.assert_close(asked.logits, plain(images))
 
