@@ -131,7 +131,7 @@ def test_methods_say_what_they_compare() -> None:
 @pytest.mark.parametrize(
     ("objective", "student", "teacher", "line"),
     [
-        (MarginMSE(), (B, 2, D), (B, 2, D), "MarginMSE: expected rows with at least 2 candidates, a positive and a neg"),
+        (MarginMSE(), (B, 2, D), (B, 2, D), "MarginMSE: expected rows with at least 2 candidates, a"),
         (MarginMSE(), (B, 1, D), (B, 1, D), "at least 2 candidates, a positive and a negative; these have 0"),
         (ScoreKL(), (B, 1), (B, 2, D), "ScoreKL: expected rows with at least 2 candidates, or `candidates batch`"),
         (ScoreKL(candidates="batch"), (B, 2, D), (B, 1), "candidates batch: expected row: a cross-encoder"),
