@@ -23,6 +23,7 @@ from lit_modules.tasks.base import SCORES, Metric
 from lit_modules.tasks.scores import Embeddings, Gathered, Scored, Scores
 
 HumanScores = Callable[[str], Tensor | None]  # of the pairs of a part (n,), by its name
+TEMPERATURE = 0.05  # by which cosines are divided in the loss of labels
 QUERIES = ("ndcg", "mrr", "recall_1", "recall_10")
 NDCG = Metric(
     name="test_ndcg", tested=tuple(f"test_{name}" for name in QUERIES),
@@ -59,6 +60,7 @@ class Retrieval(Embedding):
     )
     outputs = SCORES
     net = "lit_modules.nets.embedder.TextEmbedder"
+    relates_rows = True
 
     def __init__(self, texts: int = 2, scored: bool = False) -> None:
         super().__init__()
@@ -76,6 +78,25 @@ class Retrieval(Embedding):
 
     def scores(self) -> "RetrievalScores":
         return RetrievalScores(self.texts, self.scored, self._human)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy (B,) of each query's answer among all candidates of the global batch.
+
+        Softmax of cosines / 0.05; equal texts count once, and other answers to an equal query not (Henderson et al.
+        2017, arXiv:1705.00652, "multiple negatives"). BadInput for rows without an answer, or nets that score pairs.
+        """
+        if self.texts < 2 or self.scored or is_scores(logits):
+            what = "a cross-encoder" if is_scores(logits) else "these rows"
+            raise BadInput("teacher", "a new net", f"one that is loaded: {what} can't be trained from pairs")
+        units = F.normalize(logits, dim=2)
+        queries, answers, candidates = labels[:, :1], labels[:, 1], labels[:, 1:].flatten()
+        own = torch.arange(len(labels), device=labels.device) * (self.texts - 1)
+        known = (queries == labels[:, 0]).repeat_interleave(self.texts - 1, dim=1)  # rows (B, B) of an equal query
+        known &= torch.arange(len(candidates), device=labels.device) % (self.texts - 1) == 0
+        leave_out = known | (candidates == answers[:, None])
+        leave_out[torch.arange(len(own), device=own.device), own] = False
+        cosines = units[:, 0] @ units[:, 1:].flatten(0, 1).T
+        return F.cross_entropy(cosines.masked_fill(leave_out, -torch.inf) / TEMPERATURE, own, reduction="none")
 
     def label_shape(self, outputs: Tensor) -> tuple[int, ...]:
         rows, texts = outputs.shape[:2]

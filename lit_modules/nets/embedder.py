@@ -86,9 +86,10 @@ class TextEmbedder(Embedder):
     def forward(self, inputs: Tensor) -> Tensor:
         """Embeddings (..., D) of texts (..., L), bytes that zeros fill up."""
         if getattr(self.net, "embeds", False):
-            embeddings: Tensor = self.head(self.net(inputs))
+            read = self.net(inputs)
         else:
-            embeddings = super().forward(inputs.flatten(0, -2)).unflatten(0, inputs.shape[:-1])
+            read = self.net(inputs.flatten(0, -2)).flatten(1).unflatten(0, inputs.shape[:-1])
+        embeddings: Tensor = self.head(read)
         return embeddings
 
 

@@ -113,6 +113,7 @@ class Task(Recorded):
         net: import path of the class that holds a chosen net, whose outputs it turns into these; "" for none.
         fidelity: how a net follows its teacher, for each sample, of `FIDELITY`.
         beside_teacher: whether a validation, too, needs the teacher's outputs.
+        relates_rows: whether the supervised loss of a row depends on other rows of the global batch.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
@@ -122,6 +123,7 @@ class Task(Recorded):
     net: ClassVar[str] = ""
     fidelity: ClassVar[tuple[str, ...]] = FIDELITY
     beside_teacher: ClassVar[bool] = False
+    relates_rows: ClassVar[bool] = False
     metric: Metric
 
     @classmethod
