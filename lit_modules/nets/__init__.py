@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
     from lit_modules.nets.classes import class_order, classes_of, reorder_classes
     from lit_modules.nets.ensemble import Ensemble
+    from lit_modules.nets.fast_text import FastText
     from lit_modules.nets.from_teacher import FromTeacher
     from lit_modules.nets.gpt import GPT
     from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
@@ -88,6 +89,7 @@ MODULES = {
     "Pruned": "pruned",
     "ResNet": "resnet",
     "RNNClassifier": "rnn",
+    "FastText": "fast_text",
     "ShuffleNetV1": "shufflenet",
     "ShuffleNetV2": "shufflenet",
     "Timm": "timm",

@@ -43,9 +43,14 @@ class Embedder(Net):
             self.stages, self.preactivations = _inside(net.stages), _inside(net.preactivations)
             self.token_grid, self.expects, self.is_trained = net.token_grid, dict(net.expects), net.is_trained
         with evaluating(net):
-            self.width: int = self(cast_inputs(net, torch.zeros(2, *input_shape))).shape[1]
+            self.width: int = self(cast_inputs(net, self.example(input_shape))).shape[-1]
         if width is not None:
             self._widen(width)
+
+    @staticmethod
+    def example(input_shape: Sequence[int]) -> Tensor:
+        """Return two inputs (2, ...) of this shape."""
+        return torch.zeros(2, *input_shape)
 
     def with_width(self, width: int) -> "Embedder":
         """Return a copy with a new last layer of this width; BadInput if it is less than 1."""
@@ -66,6 +71,26 @@ class Embedder(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         return [*pipeline_stages(self.net), nn.Flatten(1), *self.head]
+
+
+class TextEmbedder(Embedder):
+    """The embedding of each of k texts, of another net that reads bytes.
+
+    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself.
+    """
+
+    @staticmethod
+    def example(input_shape: Sequence[int]) -> Tensor:
+        return torch.zeros(2, *input_shape, dtype=torch.uint8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Embeddings (..., D) of texts (..., L), bytes that zeros fill up."""
+        if getattr(self.net, "embeds", False):
+            read = self.net(inputs)
+        else:
+            read = self.net(inputs.flatten(0, -2)).flatten(1).unflatten(0, inputs.shape[:-1])
+        embeddings: Tensor = self.head(read)
+        return embeddings
 
 
 def _inside(paths: Sequence[str]) -> tuple[str, ...]:

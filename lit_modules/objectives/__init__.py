@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.attention_transfer import AttentionTransfer
     from lit_modules.objectives.attn_distill import AttnDistill
     from lit_modules.objectives.base import FeatureObjective, Objective, Term
+    from lit_modules.objectives.candidate_scores import MarginMSE, ScoreKL
     from lit_modules.objectives.cc import CC
     from lit_modules.objectives.cosine import Cosine
     from lit_modules.objectives.crd import CRD
@@ -63,6 +64,8 @@ MODULES = {
     "FeatureObjective": "base",
     "Objective": "base",
     "Term": "base",
+    "MarginMSE": "candidate_scores",
+    "ScoreKL": "candidate_scores",
     "CC": "cc",
     "Cosine": "cosine",
     "CRD": "crd",

@@ -17,6 +17,7 @@ TASKS = {
     "classification": "lit_modules.tasks.classification.Classification",
     "tokens": "lit_modules.tasks.tokens.Tokens",
     "embedding": "lit_modules.embedding.task.Embedding",
+    "retrieval": "lit_modules.embedding.retrieval.Retrieval",
 }
 
 

@@ -17,6 +17,7 @@ from lit_modules.tasks.scores import Scores
 LABELLED = "labelled"  # name of 1 for each row with a label, else 0; given if some labels are hidden
 TOKENS = "tokens"  # name of the labels that count in each row, where a row has many
 CLASSES, EMBEDDINGS = "classes", "embeddings"  # kinds of outputs
+SCORES = "scores"  # of pairs of texts, or the embeddings that give them
 TEXTS = "texts"  # name of the texts in each row, where a row may have several
 COUNTS = {LABELLED, TOKENS, TEXTS}
 EMA = "ema_"  # how names of scores of averaged weights begin
@@ -112,6 +113,7 @@ class Task(Recorded):
         net: import path of the class that holds a chosen net, whose outputs it turns into these; "" for none.
         fidelity: how a net follows its teacher, for each sample, of `FIDELITY`.
         beside_teacher: whether a validation, too, needs the teacher's outputs.
+        relates_rows: whether the supervised loss of a row depends on other rows of the global batch.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
@@ -121,6 +123,7 @@ class Task(Recorded):
     net: ClassVar[str] = ""
     fidelity: ClassVar[tuple[str, ...]] = FIDELITY
     beside_teacher: ClassVar[bool] = False
+    relates_rows: ClassVar[bool] = False
     metric: Metric
 
     @classmethod
@@ -147,6 +150,10 @@ class Task(Recorded):
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
         """Raise BadInput if labels are no classes; `weighted` says whether their batch has a `label_weight`."""
         raise NotImplementedError
+
+    def label_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """The shape of labels that belong to outputs of a net, such as logits (b, ..., classes)."""
+        return tuple(outputs.shape[:-1])
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """What of a row's labels counts, (b,), by the names LABELLED or TOKENS; nothing if each row has one label."""

@@ -72,8 +72,8 @@ class BatchReader:
     def check_labels(self, logits: Tensor, batch: Batch, training: bool) -> None:
         """Raise BadInput if a label is no class of these logits (b, ..., classes)."""
         labels = batch.labels
-        if labels.shape != logits.shape[:-1]:
-            expected = f"{tuple(logits.shape[:-1])}, a whole number for each of the logits {tuple(logits.shape)}"
+        if labels.shape != (shape := self.task.label_shape(logits)):
+            expected = f"{shape}, a whole number for each of the logits {tuple(logits.shape)}"
             raise BadInput("data", f"labels {tuple(labels.shape)}", expected)
         label_range = range_of(labels) if labels.device.type == "cpu" else self._label_range
         if label_range is not None:
