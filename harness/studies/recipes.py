@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from harness.runs.exactness import DEVICES
 
-Recipe = Literal["few-labels", "texts", "pairs", "linearize", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
+Recipe = Literal[
+    "few-labels", "texts", "pairs", "linearize", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"
+]
 
 # Tian et al. 2020, arXiv:1910.10699: 0.01 is their rate for MobileNetV2 and ShuffleNet, 0.05 for all other nets.
 _REPDISTILLER = {
