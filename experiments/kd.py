@@ -71,7 +71,7 @@ class Options(TuningOptions):
 
     recipe: Recipe | None = None
     """the settings of a published table; flags beside it change single ones, --print_config shows all. Where no --data
-    is chosen it is few-labels, with --data Chat without a path texts, with --data Pairs and no net pairs; null gives the
+    is chosen it is few-labels, with --data Chat and no path texts, with --data Pairs and no net pairs; null gives the
     options' own defaults."""
     only: list[str] | None = option(None, on_resume=GROWS)
     """train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net."""
