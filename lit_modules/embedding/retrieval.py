@@ -58,6 +58,7 @@ class Retrieval(Embedding):
     metrics: ClassVar[Mapping[str, Metric]] = MappingProxyType(
         {"ndcg": NDCG, "spearman": SPEARMAN, "neighbours": SHARED}
     )
+    parts = "lit_modules.embedding.parts.RetrievalParts"
     outputs = SCORES
     net = "lit_modules.nets.embedder.TextEmbedder"
     relates_rows = True

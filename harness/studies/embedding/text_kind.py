@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from apprentice.errors import BadInput
@@ -20,8 +19,8 @@ from harness.studies.embedding import found_texts
 from harness.studies.embedding.kind import EmbeddingKind, embed
 from harness.studies.kinds import command_line
 from harness.studies.next_steps import best_student
-from lit_modules.embedding.retrieval import QUERIES, is_scores
-from lit_modules.nets.base import cast_inputs, evaluating
+from lit_modules.embedding.parts import ranks_pairs
+from lit_modules.embedding.retrieval import QUERIES
 
 
 class RetrievalKind(EmbeddingKind):
@@ -41,20 +40,27 @@ class RetrievalKind(EmbeddingKind):
             raise BadInput(TEACHER, self.config.teacher.name, expected)
         yield
 
+    def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
+        if session.config.embed == "teacher" and (ranks_pairs(net) or ranks_pairs(teacher)):
+            raise BadInput("embed", "teacher", "own: a net that scores pairs has no embeddings")
+        return super().prepare_student(session, net, teacher, seed)
+
     def add_figures(
         self, session: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: FitOutcome, record: NetRecord
     ) -> NetRecord:
         if not plan.tested or record.failed is not None:
             return record
-        with outcome.autocast(), costs.alone(outcome.device), evaluating(net), torch.no_grad():
-            scores_pairs = is_scores(net(cast_inputs(net, session.data.example.to(outcome.device))))
-            if plan.seed == session.config.seeds[0] and plan.until is None and not scores_pairs:
+        if plan.seed == session.config.seeds[0] and plan.until is None and not ranks_pairs(net):
+            with outcome.autocast(), costs.alone(outcome.device):
                 texts, numbers = embed(session.data, net, "test", outcome.device)
-                folder = plan.folder(session.out) / arm.name
-                found_texts.write(folder, found_texts.find(session.data, texts, numbers))
+            folder = plan.folder(session.out) / arm.name
+            found_texts.write(folder, found_texts.find(session.data, texts, numbers))
         if not is_teacher(arm.net):
             return record
-        unknown = ["ndcg_teacher", *(QUERIES if scores_pairs else ())]  # of itself; of others than a row's candidates
+        unknown = [
+            "ndcg_teacher",
+            *(QUERIES if ranks_pairs(net) else ()),
+        ]  # of itself; of others than a row's candidates
         missing = {name: None for name in record.figures if name.removeprefix("test_") in unknown}
         return replace(record, figures={**record.figures, **missing})
 
