@@ -43,6 +43,7 @@ class Embedder(Net):
                 self.feature_layer = f"net.{feature_layer}"
             self.stages, self.preactivations = _inside(net.stages), _inside(net.preactivations)
             self.token_grid, self.expects, self.is_trained = net.token_grid, dict(net.expects), net.is_trained
+            self.ranks = net.ranks
         with evaluating(net):
             self.width: int = self(cast_inputs(net, self.example(input_shape))).shape[-1]
         if width is not None:
