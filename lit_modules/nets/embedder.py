@@ -61,6 +61,12 @@ class Embedder(Net):
         wider.init_args = {**self.init_args, "width": width}
         return wider
 
+    def with_net(self, net: nn.Module) -> "Embedder":
+        """Return one that holds another net that embeds in as many values, with this one's last layer."""
+        held = type(self)(**{**self.init_args, "net": net})
+        held.head.load_state_dict(self.head.state_dict())
+        return held
+
     def _widen(self, width: int) -> None:
         check_sizes(width=width)
         self.head.append(nn.Linear(self.width, width))
@@ -78,7 +84,8 @@ class Embedder(Net):
 class TextEmbedder(Embedder):
     """The embedding of each of k texts, of another net that reads bytes.
 
-    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself.
+    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself. Of one
+    that `ranks`, whose scores have no width, it gives the scores.
     """
 
     @staticmethod
