@@ -83,19 +83,17 @@ class Retrieval(Embedding):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy (B,) of each query's answer among all candidates of the global batch.
 
-        Softmax of cosines / 0.05; equal texts count once, and other answers to an equal query not (Henderson et al.
+        Softmax of cosines / 0.05; the answers to an equal query, and equal texts, are left out (Henderson et al.
         2017, arXiv:1705.00652, "multiple negatives"). BadInput for rows without an answer, or nets that score pairs.
         """
         if self.texts < 2 or self.scored or is_scores(logits):
             what = "a cross-encoder" if is_scores(logits) else "these rows"
             raise BadInput("teacher", "a new net", f"one that is loaded: {what} can't be trained from pairs")
         units = F.normalize(logits, dim=2)
-        queries, answers, candidates = labels[:, :1], labels[:, 1], labels[:, 1:].flatten()
+        equal = (labels[:, :1] == labels[:, 0]).to(logits)  # queries (B, B)
+        answers = (labels[:, 1:2] == labels[:, 1:].flatten()).to(logits)  # (B, B * (k - 1)), which candidates they are
         own = torch.arange(len(labels), device=labels.device) * (self.texts - 1)
-        known = (queries == labels[:, 0]).repeat_interleave(self.texts - 1, dim=1)  # rows (B, B) of an equal query
-        known &= torch.arange(len(candidates), device=labels.device) % (self.texts - 1) == 0
-        leave_out = known | (candidates == answers[:, None])
-        leave_out[torch.arange(len(own), device=own.device), own] = False
+        leave_out = (equal @ answers > 0).scatter(1, own[:, None], False)
         cosines = units[:, 0] @ units[:, 1:].flatten(0, 1).T
         return F.cross_entropy(cosines.masked_fill(leave_out, -torch.inf) / TEMPERATURE, own, reduction="none")
 

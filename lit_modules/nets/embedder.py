@@ -43,6 +43,7 @@ class Embedder(Net):
                 self.feature_layer = f"net.{feature_layer}"
             self.stages, self.preactivations = _inside(net.stages), _inside(net.preactivations)
             self.token_grid, self.expects, self.is_trained = net.token_grid, dict(net.expects), net.is_trained
+            self.ranks = net.ranks
         with evaluating(net):
             self.width: int = self(cast_inputs(net, self.example(input_shape))).shape[-1]
         if width is not None:
@@ -59,6 +60,12 @@ class Embedder(Net):
         wider._widen(width)
         wider.init_args = {**self.init_args, "width": width}
         return wider
+
+    def with_net(self, net: nn.Module) -> "Embedder":
+        """Return one that holds another net that embeds in as many values, with this one's last layer."""
+        held = type(self)(**{**self.init_args, "net": net})
+        held.head.load_state_dict(self.head.state_dict())
+        return held
 
     def _widen(self, width: int) -> None:
         check_sizes(width=width)
@@ -77,7 +84,8 @@ class Embedder(Net):
 class TextEmbedder(Embedder):
     """The embedding of each of k texts, of another net that reads bytes.
 
-    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself.
+    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself. Of one
+    that `ranks`, whose scores have no width, it gives the scores.
     """
 
     @staticmethod

@@ -25,8 +25,8 @@ class HuggingFaceReranker(Net):
     Args:
         name: a model of the hub, or a folder that `save_pretrained` or sentence-transformers wrote; its configuration
             and tokenizer are read again to rebuild the net.
-        pretrained: start with its weights, not with new ones. An encoder without a classifier gets a new one: such a
-            net can learn, but not teach before.
+        pretrained: start with its weights, not with new ones.
+        new_head: with the weights of an encoder alone, start with a new classifier, which has to learn.
         max_length: tokens of a query and a candidate together at most.
         config: changes to its configuration, as {"num_hidden_layers": 2}: a smaller model of the same family, with new
             weights.
@@ -43,13 +43,19 @@ class HuggingFaceReranker(Net):
     ranks = True
 
     def __init__(
-        self, name: str, pretrained: bool = False, max_length: int | None = None,
-        config: dict[str, Any] | None = None, dropout: float = 0.0,
+        self, name: str, pretrained: bool = False, new_head: bool = False,
+        max_length: int | None = None, config: dict[str, Any] | None = None, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
         self.model: Any = build_model(
-            "AutoModelForSequenceClassification", name, pretrained, config, dropout, HEADS, num_labels=1
+            "AutoModelForSequenceClassification",
+            name,
+            pretrained,
+            config,
+            dropout,
+            HEADS if new_head else (),
+            num_labels=1,
         )
         self.tokens = TextTokenizer(name, max_length, getattr(self.model.config, "max_position_embeddings", None))
         self.stages = find_block_paths(self.model)

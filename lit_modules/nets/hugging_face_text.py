@@ -1,8 +1,6 @@
 """Encoders of transformers that embed texts, as sentence-transformers uses them (Reimers and Gurevych 2019)."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -82,7 +80,8 @@ class HuggingFaceText(Net):
         inputs = self.tokens(self._with_prompts(texts), texts.device)
         with split_rows(places[1:].numel()):
             states = self.model(**inputs).last_hidden_state
-        return pool_states(states, inputs["attention_mask"], self.settings).unflatten(0, places)
+        embeddings = pool_states(states, inputs["attention_mask"], self.settings)
+        return embeddings.view(*places, self.width)
 
     def _with_prompts(self, texts: Tensor) -> list[str]:
         whole = decode_texts(texts.flatten(0, -2))
@@ -128,33 +127,27 @@ def build_model(
     with import_transformers(name, "an encoder of texts") as transformers:
         config = transformers.AutoConfig.from_pretrained(name, **SAFE, **options)
         change_config(config, changes or {})
-        with _dropout_of(config, dropout):
-            model_class = getattr(transformers, kind)
-            if pretrained:
-                model, missing = load_model(model_class, name, config=config)
-            else:
-                model, missing = model_class.from_config(config, dtype=torch.float32), []
+        rates, model_class = _set_dropout(config, dropout), getattr(transformers, kind)
+        if pretrained:
+            model, missing = load_model(model_class, name, config=config)
+        else:
+            model, missing = model_class.from_config(config, dtype=torch.float32), []
     if lacks := [key for key in missing if not key.startswith(new)]:
         raise BadInput("name", name, f"a model with all its weights; it has no {lacks[0]}")
-    _key_dropout(model)
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, nn.Dropout):
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, Dropout(layer.p))
+    vars(model.config).update(rates)  # for those who train it elsewhere
     return model.train()
 
 
-@contextmanager
-def _dropout_of(config: Any, rate: float) -> Iterator[None]:
-    """Inside, a configuration has this rate of dropout, and none in attention, whose mask would be of all pairs."""
+def _set_dropout(config: Any, rate: float) -> dict[str, float]:
+    """Set the rates of dropout in a configuration, and none in attention, whose masks would be of pairs of tokens.
+
+    Return those that it had.
+    """
     rates = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
     for name in rates:
         setattr(config, name, 0.0 if "att" in name else rate)
-    try:
-        yield
-    finally:
-        for name, value in rates.items():
-            setattr(config, name, value)
-
-
-def _key_dropout(model: nn.Module) -> None:
-    for path, layer in [*model.named_modules()]:
-        if isinstance(layer, nn.Dropout):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, Dropout(layer.p))
+    return rates

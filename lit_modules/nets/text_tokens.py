@@ -54,7 +54,7 @@ class TextTokenizer:
         }
 
     def _encode(self, texts: Sequence[Text]) -> list[dict[str, list[int]]]:
-        """Return each text's inputs of a model by name: tokens, ones and, if it takes them, numbers of a pair's texts."""
+        """Return each text's inputs of a model by name: tokens, ones and, if it takes such, which text of a pair."""
         columns = [texts] if isinstance(texts[0], str) else [*zip(*texts, strict=True)]
         options = {"return_attention_mask": True, "padding": False, "verbose": False}
         encoded = self.tokenizer(*map(list, columns), truncation=True, max_length=self.max_length, **options)
