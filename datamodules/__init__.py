@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from datamodules.images import ImageData
     from datamodules.text.chat import Chat
     from datamodules.text.labelled_text import LabelledText, Shakespeare
+    from datamodules.text.pairs import Pairs
     from datamodules.text.plain_text import Text
     from datamodules.text.synthetic_tasks import Copying, Needle, Recall
     from datamodules.text.vocabulary import Subwords, Vocabulary, vocabulary_of
@@ -37,6 +38,7 @@ MODULES = {
     "MNIST": "torchvision_data",
     "FashionMNIST": "torchvision_data",
     "Needle": "text.synthetic_tasks",
+    "Pairs": "text.pairs",
     "Recall": "text.synthetic_tasks",
     "Shakespeare": "text.labelled_text",
     "Subwords": "text.vocabulary",

@@ -43,7 +43,15 @@ from harness.studies.choices import arguments_set_by_data, build_net, is_from_te
 from harness.studies.kinds import options_by_task, settings_by_task
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.metrics import MetricClasses
-from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
+from harness.studies.recipes import (
+    BY_DATA,
+    BY_NAME,
+    DEFAULT,
+    DEFAULT_OF_PAIRS,
+    DEFAULT_OF_TEXTS,
+    RECIPES,
+    Recipe,
+)
 from harness.studies.teachers import load_teacher
 from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
@@ -64,7 +72,8 @@ class Options(TuningOptions):
 
     recipe: Recipe | None = None
     """the settings of a published table; flags beside it change single ones, --print_config shows all. Where no --data
-    is chosen it is few-labels, and with --data Chat without a path texts; null gives the options' own defaults."""
+    is chosen it is few-labels, with --data Chat and no path texts, with --data Pairs and no net pairs; null gives the
+    options' own defaults."""
     only: list[str] | None = option(None, on_resume=GROWS)
     """train just these students, as in --only ce kd; with --students, small-kd, or kd for that of each net."""
     zoo: bool = option(False, on_resume=GROWS)
@@ -146,10 +155,14 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
+    parser.add_recipes("only", BY_NAME)
+    parser.add_recipes("data", BY_DATA)
     parser.add_recipes("data.task", settings_by_task)
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
     parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless=["data.path"], choices={"data": "Chat"})
+    nets_given = ["teacher", "teacher_ckpt", "student", "students"]
+    parser.default_experiment("recipe", DEFAULT_OF_PAIRS, unless=nets_given, choices={"data": "Pairs"})
     parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)
     return parser
 

@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apprentice.batch import Batch, Mixed
+from apprentice.contract import ModuleLayout
+from apprentice.relations import relate
 from lit_modules.nets.base import pipeline_stages
 from lit_modules.nets.layers import heads, run
 from lit_modules.nets.outputs import Outputs
@@ -82,13 +85,20 @@ class LitClassifier(Loop):
     def losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         self.reader.check_labels(outputs, batch, self.training)
         labels = replace_ignored_labels(batch.labels, batch.label_weight)
-        losses = weigh_classes(self.task.loss(outputs, labels), labels, batch.class_weights)
+        if self.task.relates_rows:
+            losses, _ = relate(lambda rows: (self.task.loss(*rows), {}), (outputs, labels), batch.rows, batch.count)
+        else:
+            losses = weigh_classes(self.task.loss(outputs, labels), labels, batch.class_weights)
         if isinstance(batch.mixed, Mixed):
             second = self.task.loss(outputs, batch.mixed.labels)
             losses = batch.mixed.mean(losses, weigh_classes(second, batch.mixed.labels, batch.class_weights))
         parts = {"loss": losses, **self.scores_of("").per_label(outputs, batch.labels, losses)}
         parts = {name: average_labelled(x, batch.labels, batch.label_weight) for name, x in parts.items()}
         return self.loss_scales.scaled("", batch.mean(parts["loss"])), parts | self.task.counts(batch)
+
+    def find_layout(self) -> ModuleLayout:
+        layout = super().find_layout()
+        return replace(layout, relates_rows=layout.relates_rows or self.task.relates_rows)
 
     def pipeline_stages(self) -> list[nn.Module]:
         return pipeline_stages(self.net)

@@ -21,7 +21,7 @@ from lit_modules.nets.base import Net
 from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
 from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
-from lit_modules.nets.outputs import EMBEDDINGS, Outputs
+from lit_modules.nets.outputs import UNLABELLED, Outputs
 from lit_modules.nets.specs import Spec, rebuild
 from lit_modules.nets.stored import Outputs as StoredOutputs
 from lit_modules.nets.stored import TeacherWithoutWeights
@@ -278,8 +278,13 @@ class Distillation(Loop):
         """Where training is, and which rows a batch has."""
         done = self.batches_done
         progress = done / self.epoch_batches, done / self.batches_planned
-        context = StepContext(done, *progress, samples=self._samples, has_labels=self.task.outputs != EMBEDDINGS,
-                              loss=self.task.loss_of_labels)
+        context = StepContext(
+            done,
+            *progress,
+            samples=self._samples,
+            has_labels=self.task.outputs not in UNLABELLED,
+            loss=self.task.loss_of_labels,
+        )
         if batch is None:
             return context
         return replace(context, index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)

@@ -1,15 +1,15 @@
-"""Where conversations come from: files of JSON or Parquet, and data sets of Hugging Face."""
+"""Where rows of texts come from: files of JSON, Parquet or CSV, and data sets of Hugging Face."""
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
-from datamodules.files import check_file, check_names
+from datamodules.files import check_file, check_names, read_csv
 from datamodules.text.conversations import NamedRow
 from datamodules.text.hub_sets import SET_NAME, SplitOfSet, open_set
 from datamodules.text.python_help import PythonHelp
@@ -18,13 +18,13 @@ from datamodules.text.turns import without_nulls
 
 OTHERS = (".txt", ".csv", ".tsv", ".gz", ".zip", ".zst", ".xz")  # of names that are a file's, whatever is in it
 ARRAY = ".json"  # of lines, or of one array
-LINES, PARQUET = (".jsonl", ".ndjson", ARRAY), ".parquet"
+LINES, PARQUET, TABLES = (".jsonl", ".ndjson", ARRAY), ".parquet", (".csv", ".tsv")
 ROWS_AT_ONCE = 1024  # of a Parquet file
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of JSON lines or Parquet, read row by row, or of one JSON array."""
+    """A file of JSON lines, Parquet or CSV, read row by row, or of one JSON array."""
 
     path: Path
     flag: str = "data.path"  # that chooses it
@@ -39,8 +39,9 @@ class File:
 
     def rows(self) -> Iterator[NamedRow]:
         """Read the rows; BadInput if the file can't be read, or names the line that is no JSON object in UTF-8."""
+        readers = {PARQUET: _parquet_rows, **dict.fromkeys(TABLES, _csv_rows)}
         try:
-            read = _parquet_rows if self.path.suffix == PARQUET else _array_rows if _is_array(self.path) else _json_rows
+            read = readers.get(self.path.suffix) or (_array_rows if _is_array(self.path) else _json_rows)
             yield from read(self)
         except OSError as error:
             raise BadInput(self.flag, self.path, f"a file that can be read ({reason(error)})") from None
@@ -52,8 +53,20 @@ class File:
 Source = File | SplitOfSet | PythonHelp
 
 
-def open_sources(path: str | None, test_path: str | None) -> list[Source]:
-    """Return the sources of conversations to train on and, if there are such, to test on.
+class Wanted(NamedTuple):
+    """What is read: its word in messages, the endings of its files, and what reads other ones."""
+
+    what: str
+    endings: Sequence[str] = (*LINES, PARQUET)
+    formats: str = "JSON lines or Parquet"
+    hint: str = ""
+
+
+CONVERSATIONS = Wanted("conversations", hint="; `data Text` reads plain text")
+
+
+def open_sources(path: str | None, test_path: str | None, wanted: Wanted = CONVERSATIONS) -> list[Source]:
+    """Return the sources of rows to train on and, if there are such, to test on.
 
     Without a path they are Python's documentation. A path is a file by its ending, or else a data set of Hugging Face
     by folder or name: see `open_set`.
@@ -62,16 +75,16 @@ def open_sources(path: str | None, test_path: str | None) -> list[Source]:
         Missing: Parquet and data sets need the extra `datasets`.
         BadInput: there is no such file or data set, or no split to train on.
     """
-    training: list[Source] = [PythonHelp()] if path is None else _open(path)
+    training: list[Source] = [PythonHelp()] if path is None else _open(path, wanted)
     if test_path is None:
         return training
-    *_, test = _open(test_path, "data.test_path")
+    *_, test = _open(test_path, wanted, "data.test_path")
     return [training[0], test]
 
 
-def _open(path: str, flag: str = "data.path") -> list[Source]:
+def _open(path: str, wanted: Wanted, flag: str = "data.path") -> list[Source]:
     file = Path(path).expanduser()
-    known, named = {*LINES, PARQUET}, "a file with conversations"
+    known, named = wanted.endings, f"a file with {wanted.what}"
     if not file.exists() and file.suffix in known:
         raise BadInput(flag, path, f"{named}; it is not there")
     if not file.exists() and (file.suffix in OTHERS or not SET_NAME.fullmatch(path)):
@@ -83,9 +96,9 @@ def _open(path: str, flag: str = "data.path") -> list[Source]:
             need("datasets", "pyarrow.parquet")
         return [File(file, flag)]
     if file.is_file():
-        expected = f"a file of JSON lines or Parquet, whose name ends in {', '.join((*LINES, PARQUET))}"
-        raise BadInput(flag, path, f"{expected}; `data Text` reads plain text")
-    return [*open_set(str(file) if file.is_dir() else path, flag)]
+        expected = f"a file of {wanted.formats}, whose name ends in {', '.join(known)}{wanted.hint}"
+        raise BadInput(flag, path, expected)
+    return [*open_set(str(file) if file.is_dir() else path, flag, wanted.formats)]
 
 
 def _parquet_rows(source: File) -> Iterator[NamedRow]:
@@ -102,6 +115,12 @@ def _parquet_rows(source: File) -> Iterator[NamedRow]:
                     yield f"row {number}", {name: without_nulls(value) for name, value in row.items()}
     except pyarrow.ArrowException as error:
         raise BadInput(source.flag, source.path, f"a file of Parquet; it says: {reason(error)}") from None
+
+
+def _csv_rows(source: File) -> Iterator[NamedRow]:
+    columns = read_csv(source.path, source.flag)
+    for number, values in enumerate(zip(*columns.values(), strict=True), 2):
+        yield f"row {number}", dict(zip(columns, values, strict=True))
 
 
 def _json_rows(source: File) -> Iterator[NamedRow]:

@@ -45,7 +45,7 @@ class SplitOfSet:
         return f"{self.path} ({self.split}{others})"
 
 
-def open_set(path: str, flag: str) -> Iterator[SplitOfSet]:
+def open_set(path: str, flag: str, formats: str = "JSON lines or Parquet") -> Iterator[SplitOfSet]:
     """Yield the split to train on and, if there is one, that to test on: `test_sft` beside `train_sft`, else `test`.
 
     `NAME:CONFIGURATION:SPLIT` chooses among several. Without a split it is `train`, `train_sft`, or the only one whose
@@ -62,9 +62,9 @@ def open_set(path: str, flag: str) -> Iterator[SplitOfSet]:
     except Missing as missing:
         if folder:
             raise
-        expected = f"a file of JSON lines or Parquet, and there is none; or a data set of Hugging Face, by {missing}"
+        expected = f"a file of {formats}, and there is none; or a data set of Hugging Face, by {missing}"
         raise BadInput(flag, path, expected) from None
-    splits = _load(name, configuration or None, path, flag)
+    splits = _load(name, configuration or None, path, flag, formats)
     train = split or _choose(list(splits), path, flag)
     if train not in splits:
         raise BadInput(flag, path, f"one of its splits {', '.join(splits)}; {train} is none")
@@ -75,7 +75,7 @@ def open_set(path: str, flag: str) -> Iterator[SplitOfSet]:
         yield SplitOfSet(splits[split], name, split, flag, others if split == train else ())
 
 
-def _load(name: str, configuration: str | None, path: str, flag: str) -> dict[str, Any]:
+def _load(name: str, configuration: str | None, path: str, flag: str, formats: str) -> dict[str, Any]:
     """Return a data set's splits by name."""
     import datasets
 
@@ -84,7 +84,7 @@ def _load(name: str, configuration: str | None, path: str, flag: str) -> dict[st
         saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
         splits = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, configuration)
     except Exception as error:  # noqa: BLE001 - whatever a data set's own reader does
-        expected = f"a file of JSON lines or Parquet, or a data set of Hugging Face; {reason(error)}"
+        expected = f"a file of {formats}, or a data set of Hugging Face; {reason(error)}"
         raise BadInput(flag, path, expected) from None
     return dict(splits) if isinstance(splits, dict) else {TRAIN: splits}
 

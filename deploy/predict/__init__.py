@@ -14,11 +14,12 @@ from torch import nn
 
 import strategies
 from apprentice.errors import BadInput, reason
+from apprentice.extras import need
 from datamodules.streams import check_workers
 from deploy.predict.inputs import Inputs, describe_skipped, read_inputs
 from deploy.predict.predictor import Guesses, InputData, Predictor
 from deploy.predict.raw import DAMAGED
-from deploy.predict.table import HEADS, TOP, as_csv, as_npz, scores
+from deploy.predict.table import HEADS, TOP, as_csv, as_npz, as_parquet, scores
 from harness import cli
 from harness.runs import launch, signals
 from harness.runs.facts import NetFacts
@@ -30,8 +31,8 @@ from harness.runs.session import Session
 from lit_modules.nets.base import cast_inputs
 
 LISTED = 20  # damaged inputs that are named
-EMBEDDING = "embedding"  # the task of nets that give vectors
-NUMPY, ZIP = ".npz", "PK\x03\x04"  # how names of such files end, and how they begin
+EMBEDDING = {"embedding", "retrieval"}  # tasks of nets that give vectors
+VECTORS = {".npz": "PK\x03\x04", ".parquet": "PAR1"}  # how names of files of such end, and how they begin
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Options(cli.OneSeedOptions):
     *.txt; or a table in CSV with a column of files or texts, and perhaps one of labels."""
     out: str | None = cli.option("predictions.csv", on_resume=cli.CALL)
     """the table that is written, in CSV; of a net that embeds a file of numpy, as embeddings.npz, with `names` (n,) and
-    `embeddings` (n, D)."""
+    `embeddings` (n, D), or of Parquet, with the texts beside them."""
     top: int = cli.option(5, cli.COUNT)
     """classes of each input, the most probable first; at most all."""
     batch_size: int = cli.option(64, cli.COUNT)
@@ -79,7 +80,7 @@ def predict(run: Session) -> None:
         if not vars(config)[flag]:
             raise BadInput(flag, "(nothing)", expected)
     facts, net = _load(config.run)
-    embeds = facts.task == EMBEDDING
+    embeds = facts.task in EMBEDDING
     out = _check_out(Path(config.out), Path(config.inputs), config.overwrite, embeds)
     classes = [] if embeds else _class_names(facts, net)
     inputs = read_inputs(Path(config.inputs), facts.inputs, classes)
@@ -94,7 +95,7 @@ def predict(run: Session) -> None:
     damaged = (read == DAMAGED).nonzero().flatten().tolist()
     out.parent.mkdir(parents=True, exist_ok=True)
     if embeds:
-        write_bytes(out, as_npz(inputs, rows["outputs"], read))
+        write_bytes(out, (as_npz if out.suffix == ".npz" else as_parquet)(inputs, rows["outputs"], read))
     else:
         guesses = Guesses(rows["classes"], rows["probabilities"])
         table = as_csv(inputs, classes, guesses, read, min(config.top, len(classes)))
@@ -113,16 +114,22 @@ def _load(folder: str) -> tuple[NetFacts, nn.Module]:
     if facts is None:
         expected = "a net whose net.yaml says how inputs are made; this one is of an older version"
         raise BadInput("run", folder, f"{expected}: train it again, or put task, inputs, versions and commit there")
-    if facts.task not in {"classification", EMBEDDING}:
+    if facts.task not in {"classification", *EMBEDDING}:
         raise BadInput("run", folder, f"a net that classifies or embeds its inputs; its task is {facts.task}")
-    return facts, load_net(folder)
+    net = load_net(folder)
+    if getattr(net, "ranks", False):
+        raise BadInput("run", folder, "a net that embeds texts, or classifies inputs; this one scores pairs of texts")
+    return facts, net
 
 
 def _check_out(out: Path, inputs: Path, overwrite: bool, embeds: bool) -> Path:
     """Raise BadInput if the table can't be written, or would replace anything else than another table."""
-    if embeds and out.suffix != NUMPY:
-        raise BadInput("out", out, f"a file *{NUMPY}, as embeddings{NUMPY}: this net embeds its inputs")
-    check_output(out, ZIP if embeds else ",".join(HEADS), "embeddings" if embeds else "a table of predictions")
+    if embeds and out.suffix not in VECTORS:
+        raise BadInput("out", out, f"a file *{' or *'.join(VECTORS)}, as embeddings.npz: this net embeds its inputs")
+    if embeds and out.suffix == ".parquet":
+        need("datasets", "pyarrow.parquet")
+    begins = VECTORS[out.suffix] if embeds else ",".join(HEADS)
+    check_output(out, begins, "embeddings" if embeds else "a table of predictions")
     if out.exists() and inputs.exists() and out.samefile(inputs):
         raise BadInput("out", out, "another file than `inputs`, which it would replace")
     if out.exists() and not overwrite:

@@ -37,6 +37,24 @@ def as_csv(inputs: Inputs, classes: Sequence[str], guesses: Guesses, read: Tenso
     return text.getvalue()
 
 
+def as_parquet(inputs: Inputs, embeddings: Tensor, read: Tensor) -> bytes:
+    """Write a file of Parquet with a row for each input: its `name`, its `text` if it is one, and its `embedding`.
+
+    An input that was not READ has none.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    vectors = [x if ok else None for x, ok in zip(embeddings.float().tolist(), (read == READ).tolist(), strict=True)]
+    columns = {"name": pa.array(inputs.names)}
+    if inputs.texts:
+        columns["text"] = pa.array([text.decode(errors="replace") for text in inputs.texts])
+    columns["embedding"] = pa.array(vectors, pa.list_(pa.float32(), embeddings.shape[1]))
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
 def as_npz(inputs: Inputs, embeddings: Tensor, read: Tensor) -> bytes:
     """Write a file of numpy with the `names` of inputs and their `embeddings` (n, D) float32, NaN where not READ."""
     known = embeddings.float().where((read == READ)[:, None], torch.nan)

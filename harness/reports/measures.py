@@ -84,6 +84,8 @@ FIGURES = (  # in the order of a table's columns
     Figure("test_loss_linear", "loss, linear part alone", to_digits(3), mean, per_seed=True, on_page=True),
     Figure("test_knn", "20 nearest neighbours, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
     Figure("test_probe", "linear probe, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
+    Figure("test_ndcg_teacher", "nDCG@10 among the teacher's, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
+    Figure("test_rerank", "MRR in a row, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
     Figure("test_ece", "ECE, %", to_digits(2, 100), mean, per_seed=True, on_page=True),
 )
 # Of a text's decoder with so many tokens in its cache, and of so many threads.

@@ -238,6 +238,8 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
     if trained:
         check_weights_type(net, key)
     logits = *data.label_shape, getattr(net, "width", data.num_classes)
+    if getattr(net, "ranks", False):
+        logits = logits[-1:]
     # A GPU's kernels are not tried: after that, forked ranks could not use the GPU.
     with nullcontext() if strategy.root_device.type == "cpu" else any_kernel(net):
         check_fits(net, data.example, logits, key, trained)

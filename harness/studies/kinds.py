@@ -1,6 +1,6 @@
 """What a kind of data adds to a comparison beside its training: the port through which a new kind comes in."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,17 @@ from lit_modules.nets.identity import Origin
 from lit_modules.training.loop import Loop
 
 # By the data's task; imported where such data are chosen.
-KINDS = {"tokens": "harness.studies.text.kind.TextKind", "embedding": "harness.studies.embedding.kind.EmbeddingKind"}
+KINDS = {
+    "tokens": "harness.studies.text.kind.TextKind",
+    "embedding": "harness.studies.embedding.kind.EmbeddingKind",
+    "retrieval": "harness.studies.embedding.text_kind.RetrievalKind",
+}
 
 
-# Options that data of a task add to kd.py, and the word for such data.
+# Options that data of some tasks add to kd.py, and the word for such data.
 OPTIONS = {
-    "tokens": ("harness.studies.text.options.TextOptions", "texts"),
-    "embedding": ("harness.studies.embedding.options.EmbeddingOptions", "`data.task embedding`"),
+    ("tokens",): ("harness.studies.text.options.TextOptions", "texts"),
+    ("embedding", "retrieval"): ("harness.studies.embedding.options.EmbeddingOptions", "`data.task embedding`"),
 }
 
 
@@ -139,10 +143,10 @@ def task_of_choice(data: cli.Choice) -> str:
 def options_by_task() -> list[cli.Group]:
     """Return the options that data of each task add."""
 
-    def applies(task: str, data: cli.Choice) -> bool:
-        return task_of_choice(data) == task
+    def applies(tasks: Collection[str], data: cli.Choice) -> bool:
+        return task_of_choice(data) in tasks
 
-    return [cli.Group("data", partial(applies, task), *options) for task, options in OPTIONS.items()]
+    return [cli.Group("data", partial(applies, tasks), *options) for tasks, options in OPTIONS.items()]
 
 
 def settings_by_task() -> dict[str, dict[str, Any]]:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from harness.runs.exactness import DEVICES
 
-Recipe = Literal["few-labels", "texts", "linearize", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"]
+Recipe = Literal[
+    "few-labels", "texts", "pairs", "linearize", "tutorial", "repdistiller", "mdistiller", "torchvision-a1"
+]
 
 # Tian et al. 2020, arXiv:1910.10699: 0.01 is their rate for MobileNetV2 and ShuffleNet, 0.05 for all other nets.
 _REPDISTILLER = {
@@ -23,6 +25,23 @@ _REPDISTILLER = {
 
 DEFAULT: Recipe = "few-labels"  # of a run for which no data are chosen
 DEFAULT_OF_TEXTS: Recipe = "texts"  # of `data Chat` without a path
+DEFAULT_OF_PAIRS: Recipe = "pairs"  # of `data Pairs` without a net
+
+# Of data whose nets embed texts, whatever the recipe; methods that rows need negatives for, or nets that score pairs,
+# are those of `only`.
+BY_DATA: Mapping[str, Mapping[str, Any]] = {
+    "Pairs": {
+        "teacher": "FastText", "student": "FastText", "student.width": 32, "student.buckets": 4096,
+        "optimizer": "AdamW", "optimizer.lr": 1e-4,
+        "variants.ce": None, "variants.kd": None, "variants.hint": None, "variants.untrained": "Untrained",
+        "variants.cosine": "EmbeddingMatch", "variants.mse": "EmbeddingMatch", "variants.mse.distance": "mse",
+        "variants.kl": "SimilarityKL", "variants.rkd": "RKD",
+    }
+}  # fmt: skip
+BY_NAME: Mapping[str, Mapping[str, Any]] = {
+    "margin": {"variants.margin": "MarginMSE"},
+    "score": {"variants.score": "ScoreKL"},
+}
 
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # Ours, of the README's table: smoothing, temperatures and weights validate best with seeds 100 to 102, of as many
@@ -47,6 +66,11 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
         "trainer.max_epochs": 4, "trainer.gradient_clip_val": 1.0,
         "variants.ce": "CrossEntropy", "variants.kd": "Hinton", "variants.cosine": None, "variants.hint": None,
         "variants.reverse": "ReverseKL", "variants.gkd": "GKD",
+    },
+    # Ours, of the page of embeddings of texts: rates for nets of a table alone, of seed 0.
+    "pairs": {
+        "optimizer.lr": 3e-2, "teacher_optimizer": "AdamW", "teacher_optimizer.lr": 3e-3, "trainer.max_epochs": 20,
+        "data.validation_size": 0,
     },
     # Ours: other attention in a trained teacher, aligned first or not (Mixer, Linearize), on the texts of `texts`.
     "linearize": {

@@ -44,7 +44,7 @@ class Embedding(Task):
             raise BadInput("metric", metric, "not allowed with `data.task embedding`, judged by shared neighbours")
         return cls()
 
-    def scores(self) -> "NeighbourScores":
+    def scores(self) -> Scores:
         return NeighbourScores()
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
     from lit_modules.nets.classes import class_order, classes_of, reorder_classes
     from lit_modules.nets.ensemble import Ensemble
+    from lit_modules.nets.fast_text import FastText
     from lit_modules.nets.from_teacher import FromTeacher
     from lit_modules.nets.gpt import GPT
     from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
+    from lit_modules.nets.hugging_face_reranker import HuggingFaceReranker
+    from lit_modules.nets.hugging_face_text import HuggingFaceText
     from lit_modules.nets.layers import DEFAULT_LAYER, check_keeps_apart, find_stage, heads, layer, run
     from lit_modules.nets.maps import attention_maps
     from lit_modules.nets.mixer import Mixer
@@ -72,6 +75,8 @@ MODULES = {
     "GPT": "gpt",
     "HuggingFace": "hugging_face",
     "HuggingFaceLM": "hugging_face",
+    "HuggingFaceReranker": "hugging_face_reranker",
+    "HuggingFaceText": "hugging_face_text",
     "DEFAULT_LAYER": "layers",
     "check_keeps_apart": "layers",
     "find_stage": "layers",
@@ -88,6 +93,7 @@ MODULES = {
     "Pruned": "pruned",
     "ResNet": "resnet",
     "RNNClassifier": "rnn",
+    "FastText": "fast_text",
     "ShuffleNetV1": "shufflenet",
     "ShuffleNetV2": "shufflenet",
     "Timm": "timm",

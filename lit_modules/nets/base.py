@@ -38,6 +38,7 @@ class Net(Recorded, nn.Module):
         inner: the child that is the whole net, as another library has it; weights are saved under that net's names.
         is_trained: whether it consists of trained nets, and is not trained itself.
         embeds: whether its outputs are embeddings, which no classifier of its own follows.
+        ranks: whether its outputs are scores (b, k - 1) of the other texts of a row for its first one.
         is_comparable: whether its logits are of a student's classes, one by one.
         kept_blocks: numbers of the blocks that it has of a larger net; () if it is not a part of one.
         trained_if: the option by which its weights are trained ones; "" for none.
@@ -56,6 +57,7 @@ class Net(Recorded, nn.Module):
     inner: ClassVar[str] = ""
     is_trained: bool = False
     embeds: bool = False
+    ranks: bool = False
     is_comparable: bool = True
     kept_blocks: tuple[int, ...] = ()
     trained_if: str = ""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from apprentice.keyed import split_rows
 from lit_modules.nets.base import Net, cast_inputs, check_sizes, evaluating, pipeline_stages
 from lit_modules.nets.layers import INPUT, resolve
 
@@ -42,10 +43,16 @@ class Embedder(Net):
                 self.feature_layer = f"net.{feature_layer}"
             self.stages, self.preactivations = _inside(net.stages), _inside(net.preactivations)
             self.token_grid, self.expects, self.is_trained = net.token_grid, dict(net.expects), net.is_trained
+            self.ranks = net.ranks
         with evaluating(net):
-            self.width: int = self(cast_inputs(net, torch.zeros(2, *input_shape))).shape[1]
+            self.width: int = self(cast_inputs(net, self.example(input_shape))).shape[-1]
         if width is not None:
             self._widen(width)
+
+    @staticmethod
+    def example(input_shape: Sequence[int]) -> Tensor:
+        """Return two inputs (2, ...) of this shape."""
+        return torch.zeros(2, *input_shape)
 
     def with_width(self, width: int) -> "Embedder":
         """Return a copy with a new last layer of this width; BadInput if it is less than 1."""
@@ -53,6 +60,12 @@ class Embedder(Net):
         wider._widen(width)
         wider.init_args = {**self.init_args, "width": width}
         return wider
+
+    def with_net(self, net: nn.Module) -> "Embedder":
+        """Return one that holds another net that embeds in as many values, with this one's last layer."""
+        held = type(self)(**{**self.init_args, "net": net})
+        held.head.load_state_dict(self.head.state_dict())
+        return held
 
     def _widen(self, width: int) -> None:
         check_sizes(width=width)
@@ -66,6 +79,29 @@ class Embedder(Net):
 
     def pipeline_stages(self) -> list[nn.Module]:
         return [*pipeline_stages(self.net), nn.Flatten(1), *self.head]
+
+
+class TextEmbedder(Embedder):
+    """The embedding of each of k texts, of another net that reads bytes.
+
+    One that `embeds` takes them with their places, (b, k, L); any other one (b * k, L), each text by itself. Of one
+    that `ranks`, whose scores have no width, it gives the scores.
+    """
+
+    @staticmethod
+    def example(input_shape: Sequence[int]) -> Tensor:
+        return torch.zeros(2, *input_shape, dtype=torch.uint8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Embeddings (..., D) of texts (..., L), bytes that zeros fill up."""
+        if getattr(self.net, "embeds", False):
+            read = self.net(inputs)
+        else:
+            places = inputs.shape[:-1]
+            with split_rows(places[1:].numel()):
+                read = self.net(inputs.flatten(0, -2)).flatten(1).unflatten(0, places)
+        embeddings: Tensor = self.head(read)
+        return embeddings
 
 
 def _inside(paths: Sequence[str]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class HuggingFace(Net):
                     setattr(config, option, value)
             kind = transformers.AutoModelForImageClassification
             self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
-            whole, missing = _load(kind, name) if pretrained else (None, [])
+            whole, missing = load_model(kind, name) if pretrained else (None, [])
             self.stages, self.token_grid = _find_layers(self.model, channels, height, width)
             self.feature_layer = self.stages[-1] if self.stages else ""
         linear = [key for key, layer in self.model.named_modules() if isinstance(layer, nn.Linear)]
@@ -131,13 +131,13 @@ class HuggingFaceLM(Net):
             kind = transformers.AutoModelForCausalLM
             self.model: Any  # a PreTrainedModel of transformers
             if pretrained:
-                self.model, missing = _load(kind, name, DTYPES[dtype])
+                self.model, missing = load_model(kind, name, DTYPES[dtype])
                 self.tokenizer = name
             else:
                 self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
             self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
             self._window, self._longest = getattr(settings, "sliding_window", None) or math.inf, block_size - 1
-            self.stages = _find_blocks(self.model)
+            self.stages = find_block_paths(self.model)
             if lora_rank:
                 add_adapters(self.model, lora_rank)
             if checkpointing:
@@ -219,8 +219,8 @@ class Past:
         return logits
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of a language model's blocks: the members of its longest list of modules."""
+def find_block_paths(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the blocks of a model of texts: the members of its longest list of modules."""
     lists = {path: len(m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     path = max(lists, key=lambda path: lists[path], default="")
     return tuple(f"model.{path}.{number}" for number in range(lists.get(path, 0)))
@@ -263,9 +263,9 @@ def _find_source(outputs: Mapping[str, Any], state: Tensor) -> str | None:
     return min((path for path in inside if path.rpartition(".")[2].isdigit()), key=len, default=None)
 
 
-def _load(kind: Any, name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[str]]:
+def load_model(kind: Any, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, list[str]]:
     """Load a model with its weights; return also the names of the weights that it lacks."""
-    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **SAFE)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **SAFE, **options)
     return model, sorted(info["missing_keys"])
 
 

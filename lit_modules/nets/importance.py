@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.batch import label_mask
+from lit_modules.nets.base import Net
 from lit_modules.nets.from_teacher import Say
 from lit_modules.nets.token_head import find_token_head, run_to_head
 
@@ -17,7 +18,9 @@ TRIES = 4  # blocks that are measured again before one more is left out
 
 
 class Loss(Protocol):
-    """The loss of a net with some of its blocks."""
+    """The loss of a net with some of its blocks; `unit` says it, as `loss {:.3f} a token`."""
+
+    unit: str
 
     def __call__(self, kept: Sequence[int]) -> float: ...
 
@@ -44,7 +47,7 @@ def drop_blocks(loss: Loss, count: int, left: int, say: Say = lambda _: None) ->
     def measure(kept: Sequence[int]) -> float:
         nonlocal done
         value, done = loss(kept), done + 1
-        say(f"measured {done} of {calls} times, {len(kept)} of {count} blocks: loss {value:.3f} a token")
+        say(f"measured {done} of {calls} times, {len(kept)} of {count} blocks: {loss.unit.format(value)}")
         return value
 
     kept = list(range(count))
@@ -104,6 +107,8 @@ class TokenLoss:
         labels: (b, T), -100 counts nowhere.
     """
 
+    unit = "loss {:.3f} a token"
+
     def __init__(self, net: nn.Module, path: str, tokens: Tensor, labels: Tensor) -> None:
         self.net, self.path, self.tokens = net, path, tokens
         self.counts = label_mask(labels)
@@ -143,6 +148,36 @@ class TokenLoss:
         if best == list(kept):
             self.settled = best, outputs
         self.best = math.inf, [], []
+
+
+class Distance:
+    """How far the outputs of an encoder with some of its blocks are from those of the whole.
+
+    Of embeddings the mean of 1 - cos, of a cross-encoder's scores that of squared differences.
+
+    Args:
+        net: inputs (b, ...) -> embeddings (..., D), or scores if it `ranks`; in eval mode.
+        path: of the list of its blocks.
+        inputs: (b, ...).
+    """
+
+    unit = "{:.3f} from the whole"
+
+    @torch.no_grad()
+    def __init__(self, net: Net, path: str, inputs: Tensor) -> None:
+        self.net, self.path, self.inputs = net, path, inputs
+        self.blocks, self.whole = list(net.get_submodule(path).children()), net(inputs)
+
+    @torch.no_grad()
+    def __call__(self, kept: Sequence[int]) -> float:
+        with Subset(self.net, self.path, [self.blocks[number] for number in kept]):
+            outputs = self.net(self.inputs)
+        if self.net.ranks:
+            return F.mse_loss(outputs, self.whole).item()
+        return 1 - F.cosine_similarity(outputs, self.whole, -1).mean().item()
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Nothing: no block's output is stored."""
 
 
 @torch.no_grad()

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from lit_modules.nets.attention.precision import widen
 
-# Kinds of outputs: logits of exclusive classes; logits of labels, of which a sample may have several; numbers; vectors.
-KINDS = CLASSES, LABELS, VALUES, EMBEDDINGS = "classes", "labels", "values", "embeddings"
+# Kinds of outputs: logits of exclusive classes; logits of labels, of which a sample may have several; numbers; vectors;
+# scores of pairs of texts, or the embeddings that give them.
+KINDS = CLASSES, LABELS, VALUES, EMBEDDINGS, SCORES = "classes", "labels", "values", "embeddings", "scores"
+UNLABELLED = EMBEDDINGS, SCORES
 
 
 class HeadInputs(NamedTuple):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lit_modules.objectives.attn_distill import AttnDistill
     from lit_modules.objectives.base import FeatureObjective, Objective, Term
     from lit_modules.objectives.bounded_regression import BoundedRegression
+    from lit_modules.objectives.candidate_scores import MarginMSE, ScoreKL
     from lit_modules.objectives.cc import CC
     from lit_modules.objectives.cosine import Cosine
     from lit_modules.objectives.crd import CRD
@@ -66,6 +67,8 @@ MODULES = {
     "Objective": "base",
     "Term": "base",
     "BoundedRegression": "bounded_regression",
+    "MarginMSE": "candidate_scores",
+    "ScoreKL": "candidate_scores",
     "CC": "cc",
     "Cosine": "cosine",
     "CRD": "crd",

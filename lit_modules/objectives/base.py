@@ -26,7 +26,7 @@ TEMPERATURES = 1e-18, 1e18  # losses are multiplied by the square
 
 
 class Term(NamedTuple):
-    """A part of a loss: a value a row, (b,), or of texts a value a token, (b, T), and the weight of their mean."""
+    """A part of a loss: a value a row, (b,), or one a token or text of a row, (b, T), and the weight of their mean."""
 
     values: Tensor  # (b,) of whole texts: each counts as often as its text has tokens with a label
     weight: float

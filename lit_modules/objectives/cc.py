@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_modules.objectives.base import Outputs, Term, ce_term, positive, weight
+from lit_modules.objectives.base import Outputs, Term, positive, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
@@ -37,10 +37,9 @@ class CC(EmbeddingObjective):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        k_s, k_t = (_correlations(e, self.gamma) for e in self.embeddings(student, teacher))
-        cc = Term((k_s - k_t).square().mean(1), self.cc_weight)
-        return {"cc": cc, "ce": ce_term(student, labels, self.ce_weight)}
+    def relations(self, e_s: Tensor, e_t: Tensor) -> dict[str, Term]:
+        k_s, k_t = (_correlations(e, self.gamma) for e in (e_s, e_t))
+        return {"cc": Term((k_s - k_t).square().mean(1), self.cc_weight)}
 
 
 def _correlations(e: Tensor, gamma: float) -> Tensor:

@@ -14,7 +14,7 @@ PROJECTED = "projected"  # the student's embeddings in the teacher's space, amon
 
 
 class ProjectedObjective(Objective):
-    """An objective that compares embeddings in the teacher's space.
+    """An objective that compares embeddings in the teacher's space: (b, D) of samples, or (b, k, D) of rows of k texts.
 
     Where their widths differ, or `project` is true, a trained linear layer with bias leads there. It belongs to the
     method: it trains with the student, and is not exported.
@@ -24,7 +24,7 @@ class ProjectedObjective(Objective):
     """
 
     projection: nn.Module
-    compares = frozenset({"embeddings"})
+    compares = frozenset({"embeddings", "scores"})
 
     def __init__(self, project: bool | None = None) -> None:
         super().__init__()
@@ -32,13 +32,17 @@ class ProjectedObjective(Objective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         assert teacher is not None
-        width, target = student.logits.shape[1], teacher.logits.shape[1]
+        if student.logits.dim() != teacher.logits.dim():
+            raise BadInput(
+                "", type(self).__name__, "a method of scores, such as ScoreKL: one of the nets gives no embeddings"
+            )
+        width, target = student.logits.shape[-1], teacher.logits.shape[-1]
         if width != target and self.project is False:
             raise BadInput("project", False, f"true: the student embeds in {width} values, the teacher in {target}")
         self.projection = nn.Linear(width, target) if self.project or width != target else nn.Identity()
 
     def adapt(self, student: Outputs) -> Outputs:
-        """Add the embeddings (b, D_t) in the teacher's space."""
+        """Add the embeddings (b, ..., D_t) in the teacher's space."""
         return student.with_features({PROJECTED: self.projection(student.logits)})
 
 
@@ -70,14 +74,14 @@ class EmbeddingMatch(ProjectedObjective):
         assert teacher is not None
         s, t = student.features[PROJECTED], teacher.logits
         if self.distance == "cosine":
-            values = 1 - F.cosine_similarity(s, t)
+            values = 1 - F.cosine_similarity(s, t, dim=-1)
         else:
-            squares = (s - t).square().sum(1)
+            squares = (s - t).square().sum(-1)
             values = squares if self.distance == "mse" else _root(squares)
         return {self.distance: Term(values, self.match_weight)}
 
 
 def _root(squares: Tensor) -> Tensor:
-    """Return the square roots (b,), whose gradient at 0 is 0."""
+    """Return the square roots (b, ...), whose gradient at 0 is 0."""
     positive = squares > 0
     return squares.where(positive, 1.0).sqrt().where(positive, 0.0)

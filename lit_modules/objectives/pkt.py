@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.base import Outputs, Term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
@@ -33,10 +33,9 @@ class PKT(EmbeddingObjective):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         self.check_directions(student, "student_layer", self.student_layer, "a layer of more values")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        p_s, p_t = (_similarities(e) for e in self.embeddings(student, teacher))
-        pkt = Term((p_t * ((p_t + EPS) / (p_s + EPS)).log()).mean(1), self.pkt_weight)
-        return {"pkt": pkt, "ce": ce_term(student, labels, self.ce_weight)}
+    def relations(self, e_s: Tensor, e_t: Tensor) -> dict[str, Term]:
+        p_s, p_t = (_similarities(e) for e in (e_s, e_t))
+        return {"pkt": Term((p_t * ((p_t + EPS) / (p_s + EPS)).log()).mean(1), self.pkt_weight)}
 
 
 def _similarities(e: Tensor) -> Tensor:

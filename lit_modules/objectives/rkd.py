@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.base import Outputs, Term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
@@ -46,14 +46,13 @@ class RKD(EmbeddingObjective):
         if self.angle_weight:
             self.check_directions(student, "angle_weight", self.angle_weight, "0")
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        e_s, e_t = self.embeddings(student, teacher)
+    def relations(self, e_s: Tensor, e_t: Tensor) -> dict[str, Term]:
         distances = F.smooth_l1_loss(_distances(e_s), _distances(e_t), reduction="none").mean(1)
         terms = {"distance": Term(distances, self.distance_weight)}
         if self.angle_weight:
             angles = F.smooth_l1_loss(_angles(e_s), _angles(e_t), reduction="none").mean((1, 2))
             terms["angle"] = Term(angles, self.angle_weight)
-        return {**terms, "ce": ce_term(student, labels, self.ce_weight)}
+        return terms
 
 
 def _distances(e: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class SimilarityKL(ProjectedObjective):
 
     q are the teacher's embeddings of other samples: of the rest of the global batch or, with a `queue`, of as many
     samples as it holds, the latest, among them this batch and the sample itself. There is one queue for all ranks; its
-    places count once they are filled.
+    places count once they are filled. Of rows of k texts, (b, k, D), each text is a sample.
 
     Args:
         queue: samples whose embeddings are kept; 0 compares with the other samples of the batch; `auto` is the largest
@@ -67,30 +67,33 @@ class SimilarityKL(ProjectedObjective):
     def build(self, student: Outputs, teacher: Outputs | None, context: StepContext = NO_STEP) -> None:
         super().build(student, teacher)
         assert teacher is not None
-        self.length = self.queue if isinstance(self.queue, int) else _length(context.samples)
-        if self.length and context.samples is not None and self.length >= context.samples:
-            raise BadInput("queue", self.queue, f"fewer than the {context.samples} training samples")
-        self.register_buffer("embeddings", torch.zeros(self.length, teacher.logits.shape[1]))
+        texts = teacher.logits.shape[1:-1].numel()  # of a row; 1 of other samples
+        samples = None if context.samples is None else context.samples * texts
+        self.length = self.queue if isinstance(self.queue, int) else _length(samples)
+        if self.length and samples is not None and self.length >= samples:
+            raise BadInput("queue", self.queue, f"fewer than the {samples} training samples")
+        self.register_buffer("embeddings", torch.zeros(self.length, teacher.logits.shape[-1]))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.register_buffer("next", torch.zeros((), dtype=torch.int64))
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         assert teacher is not None
-        s, t = F.normalize(student.features[PROJECTED]), F.normalize(teacher.logits)
+        s, t = _units(student.features[PROJECTED]), _units(teacher.logits)
         others, counts = self._candidates(t)
         log_s, log_t = (
             (x @ others.T / temperature).masked_fill(~counts, -torch.inf).log_softmax(1).masked_fill(~counts, 0.0)
             for x, temperature in ((s, self.temperature), (t, self.teacher_temperature))
         )
         divergence = (log_t.exp() * (log_t - log_s)).masked_fill(~counts, 0.0).sum(1)
-        return {"similarity": Term(divergence, self.similarity_weight)}
+        return {"similarity": Term(divergence.view(student.logits.shape[:-1]), self.similarity_weight)}
 
     def after_batch(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> None:
         """Write this batch into the queue, over the oldest."""
         assert teacher is not None
         if self.length:
-            embeddings, filled = self._with_batch(F.normalize(teacher.logits))
-            self.next.copy_((self.next + len(labels)) % self.length)
+            units = _units(teacher.logits)
+            embeddings, filled = self._with_batch(units)
+            self.next.copy_((self.next + len(units)) % self.length)
             self.embeddings.copy_(embeddings)
             self.filled.copy_(filled)
 
@@ -106,6 +109,11 @@ class SimilarityKL(ProjectedObjective):
         t = t[: self.length]
         places = (self.next + torch.arange(len(t), device=t.device)) % self.length
         return self.embeddings.to(t).index_copy(0, places, t), (self.filled + len(t)).clamp(max=self.length)
+
+
+def _units(embeddings: Tensor) -> Tensor:
+    """Return embeddings (b, ..., D), one a row, of unit length."""
+    return F.normalize(embeddings.flatten(0, -2))
 
 
 def _length(samples: int | None) -> int:

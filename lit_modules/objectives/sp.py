@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.nets.layers import DEFAULT_LAYER
-from lit_modules.objectives.base import Outputs, Term, ce_term, weight
+from lit_modules.objectives.base import Term, weight
 from lit_modules.objectives.embeddings import EmbeddingObjective
 from lit_modules.objectives.search import Log, space
 
@@ -35,7 +35,6 @@ class SP(EmbeddingObjective):
         super().__init__(student_layer, teacher_layer)
         self.sp_weight, self.ce_weight = weight("sp_weight", sp_weight), weight("ce_weight", ce_weight)
 
-    def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
-        g_s, g_t = (F.normalize(f @ f.T) for f in self.embeddings(student, teacher))
-        sp = Term((g_s - g_t).square().mean(1), self.sp_weight)
-        return {"sp": sp, "ce": ce_term(student, labels, self.ce_weight)}
+    def relations(self, e_s: Tensor, e_t: Tensor) -> dict[str, Term]:
+        g_s, g_t = (F.normalize(e @ e.T) for e in (e_s, e_t))
+        return {"sp": Term((g_s - g_t).square().mean(1), self.sp_weight)}

@@ -10,7 +10,7 @@ class Untrained(Objective):
 
     uses_teacher = False
     learns = False
-    compares = frozenset({"embeddings"})
+    compares = frozenset({"embeddings", "scores"})
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         return {"none": Term(0 * student.logits.flatten(1).sum(1), 1.0)}

@@ -20,6 +20,7 @@ TASKS = {
     "regression": "lit_modules.tasks.regression.Regression",
     "tokens": "lit_modules.tasks.tokens.Tokens",
     "embedding": "lit_modules.embedding.task.Embedding",
+    "retrieval": "lit_modules.embedding.retrieval.Retrieval",
 }
 
 

@@ -114,6 +114,7 @@ class Task(Recorded):
         net: import path of the class that holds a chosen net, whose outputs it turns into these; "" for none.
         fidelity: how a net follows its teacher, for each sample, of `FIDELITY`.
         beside_teacher: whether a validation, too, needs the teacher's outputs.
+        relates_rows: whether the supervised loss of a row depends on other rows of the global batch.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
@@ -123,6 +124,7 @@ class Task(Recorded):
     net: ClassVar[str] = ""
     fidelity: ClassVar[tuple[str, ...]] = FIDELITY
     beside_teacher: ClassVar[bool] = False
+    relates_rows: ClassVar[bool] = False
     metric: Metric
 
     @classmethod
@@ -151,9 +153,9 @@ class Task(Recorded):
         """What stands for the cross-entropies of objectives, `loss`; None where labels are classes, or there are none."""
         return self.loss if self.outputs in {LABELS, VALUES} else None
 
-    def label_shape(self, logits: Tensor) -> tuple[int, ...]:
-        """Return the shape of the labels of such logits."""
-        return tuple(logits.shape if self.outputs in {LABELS, VALUES} else logits.shape[:-1])
+    def label_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """Return the shape of the labels that belong to outputs of a net."""
+        return tuple(outputs.shape if self.outputs in {LABELS, VALUES} else outputs.shape[:-1])
 
     def check_labels(self, labels: Range, classes: int, weighted: bool, training: bool) -> None:
         """Raise BadInput if labels are no classes; `weighted` says whether their batch has a `label_weight`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.errors import BadInput, naming, reason
 from lit_modules.nets.batch_norm import globalise
-from lit_modules.nets.outputs import EMBEDDINGS, Outputs
+from lit_modules.nets.outputs import UNLABELLED, Outputs
 from lit_modules.nets.stored import NoTeacher
 from lit_modules.objectives.base import Objective, Term, condense_teacher, select_view
 from lit_modules.objectives.context import StepContext, call
@@ -50,7 +50,7 @@ def build_students(
         if teacher_outputs is not None:
             check_features(teacher_outputs, student.objective.teacher_layers, flag)
         outputs = teacher_outputs and teacher_outputs.match_dtype(student.net)
-        context = StepContext(samples=samples, peers=peers, has_labels=kind != EMBEDDINGS)
+        context = StepContext(samples=samples, peers=peers, has_labels=kind not in UNLABELLED)
         build_student(student, example, outputs, seed, flag, labelled, context)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, is_teacher
 from harness.studies import costs
-from harness.studies.choices import make_net
+from harness.studies.choices import make_net, net_of_task
 from harness.studies.embedding import pictures
 from harness.studies.kinds import DataKind, command_line
 from harness.studies.next_steps import best_student
@@ -44,9 +44,13 @@ class EmbeddingKind(DataKind):
     """What samples whose labels no student sees add to a comparison.
 
     A teacher that is not loaded learns from labels, as a classifier, and embeds by what its classifier reads.
+
+    Attributes:
+        chosen_by: how such data are chosen.
     """
 
     settings = SETTINGS
+    chosen_by: ClassVar[str] = "`data.task embedding`"
 
     def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
         super().__init__(session, arms)
@@ -54,10 +58,10 @@ class EmbeddingKind(DataKind):
 
     def check(self) -> None:
         if self.config.zoo:
-            raise BadInput("zoo", "true", "not allowed with `data.task embedding`, which trains all its methods")
+            raise BadInput("zoo", "true", f"not allowed with {self.chosen_by}, which trains all its methods")
         if others := self.config.teachers:
             name, choice = next(iter(others.items()))
-            raise BadInput(f"teachers.{name}", choice.name, "not allowed with `data.task embedding`: one teacher")
+            raise BadInput(f"teachers.{name}", choice.name, f"not allowed with {self.chosen_by}: one teacher")
 
     def has_trained_teacher(self, session: Session, key: str = TEACHER) -> bool:
         """Also of a net whose weights depend on no seed: it brings them, as those of other libraries do."""
@@ -66,9 +70,9 @@ class EmbeddingKind(DataKind):
         if session.config.teacher_epochs:
             return False
         if key not in self._brings_weights:
+            arguments = session.data.net_arguments
             first, second = (
-                Embedder(make_net(session.config, key, seed, session.data.net_arguments), session.data.input_shape)
-                for seed in SEEDS
+                net_of_task(session, make_net(session.config, key, seed, arguments), key) for seed in SEEDS
             )
             states = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
             self._brings_weights[key] = all(torch.equal(one, other) for one, other in states)

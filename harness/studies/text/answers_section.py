@@ -1,6 +1,5 @@
 """The answers of nets to prompts of the test, side by side in report.html."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,13 +7,11 @@ import numpy as np
 
 from harness.reports.html import Section
 from harness.reports.results import Results
-from harness.reports.tables import NONE, Table
+from harness.reports.tables import NONE, Table, text_cell
 from harness.reports.uncertainty import crossed_interval
 
 SHOWN = 12  # prompts
-LONGEST = 700  # characters of a text that is shown
 KEY = "test_answers"  # of the scores of answers in records
-MARKS = re.compile(r"([\\`*_{}\[\]()#+.!~>-])")  # of Markdown
 
 
 @dataclass(frozen=True)
@@ -35,15 +32,15 @@ def section(results: Results, answers: Mapping[str, Sequence[Answer]]) -> list[S
     parts = [_scores(results, len(first))]
     parts.append(f"Written by the nets of seed {results.seeds[0]}, the likeliest token each time.")
     for number, asked in enumerate(first[:SHOWN]):
-        rows = [["reference", "", _cell(asked.reference)]]
+        rows = [["reference", "", text_cell(asked.reference)]]
         for name, texts in answers.items():
             score = texts[number].score
-            rows.append([name, "" if score is None else f"{score:g}", _cell(texts[number].answer)])
+            rows.append([name, "" if score is None else f"{score:g}", text_cell(texts[number].answer)])
         if all(answer.score is None for answer in first):
             table = Table(["net", "answer"], [[name, text] for name, _, text in rows], left=2)
         else:
             table = Table(["net", "score", "answer"], rows, left=3)
-        parts.append(f"**{number + 1}.** {_cell(asked.prompt)}\n\n{table.markdown()}")
+        parts.append(f"**{number + 1}.** {text_cell(asked.prompt)}\n\n{table.markdown()}")
     return [Section("Answers side by side", "\n\n".join(filter(None, parts)))]
 
 
@@ -75,10 +72,3 @@ def _difference(results: Results, name: str, baseline: str) -> str:
     low, high = interval["low"], interval["high"]
     bounds = "" if low is None or high is None else f" [{low:+.3f}, {high:+.3f}]"
     return f"{interval['mean']:+.3f}{bounds}"
-
-
-def _cell(text: str) -> str:
-    """Return a text in a line of Markdown that shows it as it is."""
-    cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-    line = " ⏎ ".join(cut.strip().splitlines())
-    return MARKS.sub(r"\\\1", line) or NONE

@@ -14,7 +14,7 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, Pruned
 from lit_modules.nets.importance import Subset, TokenLoss, drop_blocks
-from lit_modules.nets.pruned import find_blocks
+from lit_modules.nets.pruned_weights import find_blocks
 from tests import with_transformers
 from tests.commands import bad_input
 from tests.language_parts import save_llama, save_tokenizer

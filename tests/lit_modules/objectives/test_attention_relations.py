@@ -11,7 +11,7 @@ from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, HuggingFaceLM, LightNN, Pruned
-from lit_modules.nets.pruned import Kept
+from lit_modules.nets.pruned_weights import Kept
 from lit_modules.objectives import AttentionScores, HiddenStates, MiniLM, Objective, Sum
 from lit_modules.tasks import Tokens
 from tests import with_transformers

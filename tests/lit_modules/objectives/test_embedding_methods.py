@@ -169,10 +169,10 @@ def test_labels_have_no_part_in_what_relates_embeddings() -> None:
 
 
 def test_methods_say_what_they_compare() -> None:
-    both = {"classes", "embeddings"}
+    both = {"classes", "embeddings", "scores"}
     assert all(make().compares == both for make in (RKD, SP, PKT, CC))
     assert Hinton().compares == CRD().compares == Sum([Hinton(), RKD()]).compares == {"classes"}
-    assert Sum([EmbeddingMatch(), RKD()]).compares == {"embeddings"}
+    assert Sum([EmbeddingMatch(), RKD()]).compares == {"embeddings", "scores"}
 
 
 def test_an_untrained_student_has_no_gradient() -> None:

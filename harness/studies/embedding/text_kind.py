@@ -1,0 +1,72 @@
+"""What rows of texts add to a comparison: a teacher that may learn from answers, and what queries find."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from apprentice.errors import BadInput
+from harness.reports.html import Section
+from harness.reports.results import Results
+from harness.runs.plans import Arm, FitOutcome, FitPlan
+from harness.runs.records import NetRecord
+from harness.runs.session import Session
+from harness.runs.teacher_weights import TEACHER, is_teacher
+from harness.studies import costs
+from harness.studies.embedding import found_texts
+from harness.studies.embedding.kind import EmbeddingKind, embed
+from harness.studies.kinds import command_line
+from harness.studies.next_steps import best_student
+from lit_modules.embedding.parts import ranks_pairs
+from lit_modules.embedding.retrieval import QUERIES
+
+
+class RetrievalKind(EmbeddingKind):
+    """What rows of texts add to a comparison.
+
+    A teacher that is not loaded learns to find the answers of queries, which the students do not see.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {}  # see `harness.studies.recipes.BY_DATA`
+    chosen_by = "`data Pairs`"
+
+    @contextmanager
+    def data_of_teacher(self, session: Session) -> Iterator[None]:
+        data: Any = session.data
+        if not self.has_trained_teacher(session) and (data.label_shape[0] == 1 or data.scores("test") is not None):
+            expected = f"a teacher that is loaded: {data.name} has no answers to queries from which one could learn"
+            raise BadInput(TEACHER, self.config.teacher.name, expected)
+        yield
+
+    def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
+        if session.config.embed == "teacher" and (ranks_pairs(net) or ranks_pairs(teacher)):
+            raise BadInput("embed", "teacher", "own: a net that scores pairs has no embeddings")
+        return super().prepare_student(session, net, teacher, seed)
+
+    def add_figures(
+        self, session: Session, plan: FitPlan, arm: Arm, net: nn.Module, outcome: FitOutcome, record: NetRecord
+    ) -> NetRecord:
+        if not plan.tested or record.failed is not None:
+            return record
+        if plan.seed == session.config.seeds[0] and plan.until is None and not ranks_pairs(net):
+            with outcome.autocast(), costs.alone(outcome.device):
+                texts, numbers = embed(session.data, net, "test", outcome.device)
+            folder = plan.folder(session.out) / arm.name
+            found_texts.write(folder, found_texts.find(session.data, texts, numbers))
+        if not is_teacher(arm.net):
+            return record
+        unknown = [
+            "ndcg_teacher",
+            *(QUERIES if ranks_pairs(net) else ()),
+        ]  # of itself; of others than a row's candidates
+        missing = {name: None for name in record.figures if name.removeprefix("test_") in unknown}
+        return replace(record, figures={**record.figures, **missing})
+
+    def next_steps(self, session: Session, folder: str) -> dict[str, str]:
+        return {"predict": command_line("predict.py", run=folder, inputs="TEXTS.txt", out="embeddings.npz")}
+
+    def sections(self, session: Session, results: Results) -> list[Section]:
+        best = best_student(results)
+        return [] if best is None else found_texts.section(results, session.out / f"seed{results.seeds[0]}", best)
