@@ -24,6 +24,7 @@ from harness.runs import launch, signals
 from harness.runs.facts import NetFacts
 from harness.runs.files import check_output, write_bytes
 from harness.runs.nets import load_net, read_facts
+from harness.runs.options import OneSeedOptions
 from harness.runs.progress import Lines
 from harness.runs.quiet import notice, quiet
 from harness.runs.session import Session
@@ -35,7 +36,7 @@ NUMPY, ZIP = ".npz", "PK\x03\x04"  # how names of such files end, and how they b
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of predictions."""
 
     run: str | None = None

@@ -25,8 +25,6 @@ from lit_modules.training.loop import Loop
 
 # By the data's task; imported where such data are chosen.
 KINDS = {"tokens": "harness.studies.text.kind.TextKind", "embedding": "harness.studies.embedding.kind.EmbeddingKind"}
-
-
 # Options that data of a task add to kd.py, and the word for such data.
 OPTIONS = {
     "tokens": ("harness.studies.text.options.TextOptions", "texts"),
