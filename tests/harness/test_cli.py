@@ -476,6 +476,19 @@ def test_arguments_that_a_text_marks_are_flags_on_the_command_line() -> None:
     assert cli.as_flags(text, cli.Parser("kd.py", "", RunOptions)) == flags
 
 
+@pytest.mark.parametrize(
+    "flags", ["--out {}", "--out={}", "--only ce {}", "--data.root {}", "--config {}", "--config file"]
+)
+def test_no_text_has_a_nul(kd, tmp_path, monkeypatch, flags):
+    """Which no path can have: the system's functions would end in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text('data: {class_path: MNIST, init_args: {root: "a\\0b"}}')
+    with pytest.raises(BadInput) as caught:
+        kd.parse([word.format("a\0b") for word in flags.split()])
+    flag = "data.root" if flags.endswith("file") else flags[2:].replace("=", " ").split()[0]
+    assert str(caught.value) == f"{flag} a\\0b: expected text without the character NUL"
+
+
 GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
 LESS = "with more --trainer.devices each needs less"
 
