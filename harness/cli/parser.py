@@ -39,7 +39,7 @@ ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has
 class Parser(Declarations):
     """The command line of a script."""
 
-    _parsed: Mapping[str, Any] = MappingProxyType({})
+    _parsed: Namespace | None = None
     _given: Layer = MappingProxyType({})  # what the user set in files and flags
     _of_run: Layer = MappingProxyType({})  # what the run that goes on has set; empty for a new one
 
@@ -53,7 +53,7 @@ class Parser(Declarations):
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
-        self._parsed = {}
+        self._parsed = None
         self.extend_options({})
         put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
@@ -73,7 +73,7 @@ class Parser(Declarations):
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
-        self._parsed = dict(flat(self.as_dict(config)))
+        self._parsed = config
         return config
 
     def is_given(self, option: str) -> bool:
@@ -142,12 +142,12 @@ class Parser(Declarations):
 
         An option of an `unchosen` class is below its key. None: no flag or several are called so.
         """
-        if not (self._parsed and argument) or self.is_flag(argument):
+        if self._parsed is None or not argument or self.is_flag(argument):
             return argument
+        endings = [flag for flag, _ in flat(self.as_dict(self._parsed)) if flag.endswith(f".{argument}")]
         for flag in (f"{owner}.{argument}" for owner in ONLY_ONE):
-            if flag in self._parsed:
+            if flag in endings:
                 return flag
-        endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
         if len(endings) == 1:
             return endings[0]
         unchosen = [key for key, target in self.unchosen.items() if argument in options_of(target).hints]

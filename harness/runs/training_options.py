@@ -203,6 +203,8 @@ def add_optimizer(
 def check_optimizer(config: Namespace, prefix: str = "") -> None:
     """Make a dummy net's optimizer and scheduler; raise BadInput for what they refuse, or a rate of 0."""
     optimizer_flag, scheduler_flag = (prefix + key if vars(config)[prefix + key] else key for key in RATES)
+    if prefix and (optimizer_flag, scheduler_flag) == tuple(RATES):  # checked without the prefix
+        return
     optimizer, scheduler = vars(config)[optimizer_flag], vars(config)[scheduler_flag]
     rate = optimizer.init_args.get("lr")
     if rate == 0:
