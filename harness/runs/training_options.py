@@ -3,7 +3,6 @@
 Beside what their types tell, values are checked that Lightning and torch accept, and nothing is trained with.
 """
 
-import itertools
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -190,13 +189,12 @@ def add_optimizer(
 
     Nets that may be trained `apart`, such as a teacher, have `NAME_optimizer` and `NAME_scheduler` beside them.
     """
-    prefixes = ["", *(f"{name}_" for name in apart)]
-    for prefix, (key, (classes, about)) in itertools.product(prefixes, RATES.items()):
-        rule = scheduler_on_resume if prefix + key == "scheduler" else FIXED
-        chosen = default if prefix + key == "optimizer" else None
-        same = key if prefix else ""
-        parser.add_choice(prefix + key, classes, chosen, defaults_from=same, about=about, on_resume=rule)
-    for prefix in prefixes:
+    for prefix in ("", *(f"{name}_" for name in apart)):
+        for key, (classes, about) in RATES.items():
+            rule = scheduler_on_resume if prefix + key == "scheduler" else FIXED
+            chosen = default if prefix + key == "optimizer" else None
+            same = key if prefix else ""
+            parser.add_choice(prefix + key, classes, chosen, defaults_from=same, about=about, on_resume=rule)
         parser.add_check(partial(check_optimizer, prefix=prefix))
 
 
