@@ -21,6 +21,7 @@ from harness.runs.facts import KEYS, NetFacts
 from harness.runs.files import UNFINISHED, atomic_folder, can_be_written, write_text
 from harness.runs.launch import find_launch, is_main_process
 from harness.runs.nets import load_net, read_facts, read_spec, write_spec
+from harness.runs.options import OneSeedOptions
 from lit_modules.tasks import CLASSES, task_class
 
 TEMPLATES = Path(__file__).parent / "use"
@@ -28,7 +29,7 @@ TRIED = 64  # random inputs by which files are compared with the net
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of an export."""
 
     run: str | None = None

@@ -21,7 +21,9 @@ from collections.abc import Sequence
 
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.arm_names import pick
 from harness.runs.session import session
+from harness.runs.training_options import add_trainer
 from lab.strategies import ring
 from lab.studies.comm import Backend, Bench, Options, Study, all_cases
 from lab.studies.isolation import DURATION, IDLE, default_devices, one_thread, probe
@@ -38,7 +40,7 @@ NCCL = Backend("nccl", "cuda")
 def parser() -> cli.Parser:
     """Make the command line: sizes, operations, backends, and the Trainer's devices."""
     parser = cli.Parser("comm.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_trainer(loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
+    add_trainer(parser, loggers=False, idle=[*IDLE, *UNUSED, *OF_FITS], devices=default_devices())
     return parser
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.announce()
         config = run.config
         size, backends = world(config.trainer)
-        picked = cli.pick({backend.name: backend for backend in backends}, config.backends, "backends")
+        picked = pick({backend.name: backend for backend in backends}, config.backends, "backends")
         cases = all_cases(size, [*picked.values()], config.only, config.sizes)
         bench = Bench(size, config.repeats, config.timeout, QUICK_BLOCK if config.quick else BLOCK)
         with run.folder():

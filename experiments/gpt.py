@@ -27,8 +27,10 @@ import datamodules
 from apprentice.errors import BadInput
 from harness import cli
 from harness.cli import GROWS, Limit, at_least, option
+from harness.runs.arm_names import NAMES, arm_names
 from harness.runs.exactness import DEVICES, settle_exact
 from harness.runs.session import Session, session
+from harness.runs.training_options import add_trainer
 from harness.studies.choices import arguments_set_by_data
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.text.equal import Budget
@@ -101,15 +103,17 @@ def parser() -> cli.Parser:
     parser.add_choice(
         "net", net, "GPT", fixed=arguments_set_by_data, replaced_by="variants", about="the net, if it is one alone"
     )
-    parser.add_variants("variants", net, {}, fixed=arguments_set_by_data, about="one more net, to compare")
+    parser.add_variants("variants", net, {}, NAMES, fixed=arguments_set_by_data, about="one more net, to compare")
+    parser.add_check(arm_names)
     parser.add_recipes("zoo", lambda: {True: {"variants": zoo_variants()}})
     parser.add_recipes("tune", {...: BY_EPOCHS})
-    parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
+    not_options = frozenset({"net", "tokens_per_character", "compiled", "seed"})
+    parser.add_class("model", cli.options_of(LitLanguageModel, not_options))
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}
     steps |= {"val_check_interval": 200, "check_val_every_n_epoch": None}
     fixed = cli.OnResume(why="the learning rate of each step depends on how many there are")
     on_resume = {"max_steps": fixed, "max_epochs": fixed}
-    parser.add_trainer(on_resume=on_resume, log_every_n_steps=50, **steps)
+    add_trainer(parser, on_resume=on_resume, log_every_n_steps=50, **steps)
     parser.add_texts("search", "of model.lr and model.weight_decay, the values that --tune tries: log(1e-4,1e-2)")
     parser.default_experiment("exact", DEVICES, unless=["data", "data.path"])
     parser.add_choice("launcher", LAUNCHERS, on_resume=cli.FREE)

@@ -24,7 +24,9 @@ from torch import nn
 
 import datamodules
 from harness import cli
+from harness.runs.options import EXACT, OneSeedOptions
 from harness.runs.session import load_data, session
+from harness.runs.training_options import add_optimizer, add_trainer
 from harness.studies.choices import learner_options, make_net
 from lab.studies.hardware import Bench, Cases, Study
 from lab.studies.isolation import IDLE, default_devices, one_thread, usual_threads
@@ -33,14 +35,14 @@ from lit_modules.classifier import LitClassifier
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of the comparison."""
 
     only: list[str] | None = cli.option(None, on_resume=cli.GROWS)
     """measure just these, as in --only ddp fsdp; one process is measured in any case."""
     steps: int = cli.option(24, cli.at_least(1, "steps"))
     """optimizer steps that are timed, at least."""
-    exact: int | None = cli.option(None, cli.EXACT)
+    exact: int | None = cli.option(None, EXACT)
     """number of shards of the rows called NAME-exact; when not given, 8 or the number of devices."""
     idle: ClassVar[Collection[str]] = ("checkpoint_every",)
 
@@ -51,8 +53,8 @@ def parser() -> cli.Parser:
     parser.add_choice("data", cli.Classes((datamodules.ImageData, LightningDataModule), datamodules), "Digits")
     net = cli.Classes((nets.Net, nn.Module), nets, frozenset({"input_shape", "num_classes"}))
     parser.add_choice("net", net, "DeepNN")
-    parser.add_optimizer()
-    parser.add_trainer(loggers=False, idle=IDLE, devices=default_devices())
+    add_optimizer(parser)
+    add_trainer(parser, loggers=False, idle=IDLE, devices=default_devices())
     return parser
 
 

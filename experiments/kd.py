@@ -33,11 +33,13 @@ from apprentice.keyed import fold_in
 from datamodules.base import LARGEST_BATCH
 from harness import cli
 from harness.cli import CALL, FREE, GROWS, Limit, at_least, option
+from harness.runs.arm_names import NAMES, arm_names
 from harness.runs.exactness import settle_exact
 from harness.runs.files import can_be_written
 from harness.runs.plans import Arm, of_teacher
 from harness.runs.session import session
 from harness.runs.teacher_weights import TEACHER, teacher_row_name
+from harness.runs.training_options import add_optimizer, add_trainer
 from harness.studies.bakeoff import BakeOff
 from harness.studies.choices import arguments_set_by_data, build_net, is_from_teacher, learner_options
 from harness.studies.kinds import options_by_task, settings_by_task
@@ -132,25 +134,27 @@ def parser() -> cli.Parser:
     parser = cli.Parser("kd.py", (__doc__ or "").split("\n", 1)[0], Options)
     sets = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
-    for group in options_by_task():
-        parser.add_options(group)
+    parser.groups += options_by_task()
     net = cli.Classes((nets.Net, nn.Module), nets, more=(StoredOutputs,))
     method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
     parser.add_choice("teacher", net, "DeepNN", fixed=arguments_set_by_data, about="the net that teaches")
     about = "the net that learns"
     parser.add_choice("student", net, "LightNN", fixed=arguments_set_by_data, replaced_by="students", about=about)
-    parser.add_variants("teachers", net, {}, fixed=arguments_set_by_data, about="one more teacher, for --taught_by")
-    parser.add_variants("students", net, {}, fixed=arguments_set_by_data)
+    parser.add_variants(
+        "teachers", net, {}, NAMES, fixed=arguments_set_by_data, about="one more teacher, for --taught_by"
+    )
+    parser.add_variants("students", net, {}, NAMES, fixed=arguments_set_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
-    parser.add_variants("variants", method, variants, about="one more student")
+    parser.add_variants("variants", method, variants, NAMES, about="one more student")
+    parser.add_check(arm_names)
     parser.add_recipes("only", lambda: import_module(ZOO).recipes_of_one(variants))
     parser.add_recipes("zoo", lambda: {True: {"variants": import_module(ZOO).methods(variants)}})
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
-    parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
+    add_optimizer(parser, scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     judged = cli.OnResume(why="what is tested is tested once")
     about = "what nets are judged by, in the table and beside the accuracy of the validation"
     parser.add_choice("metric", MetricClasses(), "accuracy", about=about, on_resume=judged)
-    parser.add_trainer(on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
+    add_trainer(parser, on_resume={"max_epochs": cli.GROWS}, max_epochs=10, log_every_n_steps=10)
     parser.add_texts(
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )

@@ -28,6 +28,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness import cli
 from harness.runs.session import session
+from harness.runs.training_options import add_trainer
 from harness.studies.choices import make_net
 from lab.studies.isolation import IDLE, default_devices, one_thread
 from lab.studies.pipeline import Bench, Case, Cases, Cut, Noise, Options, Study, Task
@@ -44,7 +45,7 @@ def parser() -> cli.Parser:
     parser.add_choice("net", net, resnet)
     strategy = {"class_path": "pipeline", "init_args": {"balance": "time"}}
     idle = [*IDLE, "gradient_clip_val", "gradient_clip_algorithm"]
-    parser.add_trainer(loggers=False, idle=idle, devices=default_devices(), strategy=strategy)
+    add_trainer(parser, loggers=False, idle=idle, devices=default_devices(), strategy=strategy)
     return parser
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from deploy.predict import Options, predict
 from harness import cli
 from harness.runs.session import session
+from harness.runs.training_options import add_trainer
 
 USED = {"accelerator", "devices", "num_nodes", "precision", "strategy", "enable_progress_bar"}  # of the Trainer
 
@@ -27,7 +28,7 @@ USED = {"accelerator", "devices", "num_nodes", "precision", "strategy", "enable_
 def parser() -> cli.Parser:
     """The command line: a net, inputs, a table, the Trainer's devices."""
     parser = cli.Parser("predict.py", (__doc__ or "").split("\n", 1)[0], Options)
-    parser.add_trainer(loggers=False, idle=inspect.signature(Trainer).parameters.keys() - USED, logger=False)
+    add_trainer(parser, loggers=False, idle=inspect.signature(Trainer).parameters.keys() - USED, logger=False)
     return parser
 
 

@@ -39,6 +39,7 @@ from harness import cli
 from harness.runs.launch import is_main_process
 from harness.runs.nets import nets_in
 from harness.runs.session import session
+from harness.runs.training_options import add_optimizer, add_trainer
 from lit_modules import nets, objectives
 
 DATA = "Digits"
@@ -52,9 +53,9 @@ def parser(data: Any = DATA) -> cli.Parser:
     parser.add_choice("data", cli.Classes((datamodules.ImageData,), datamodules), data)
     parser.add_choice("student", net, "LightNN")
     parser.add_choice("objective", method, "CrossEntropy")
-    parser.add_class("latency", Latency)
-    parser.add_optimizer({"class_path": "Adam", "init_args": {"lr": 1e-4}})
-    parser.add_trainer(max_epochs=5, log_every_n_steps=10)
+    parser.add_class("latency", cli.options_of(Latency))
+    add_optimizer(parser, {"class_path": "Adam", "init_args": {"lr": 1e-4}})
+    add_trainer(parser, max_epochs=5, log_every_n_steps=10)
     return parser
 
 

@@ -34,14 +34,7 @@ from lit_modules.training.loop import Loop
 from lit_modules.training.objective_checks import build_students
 from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
 from lit_modules.training.side_by_side import side_by_side
-from lit_modules.training.student import (
-    CE,
-    Student,
-    choose_layers,
-    make_students,
-    replicated_buffer_names,
-    zero_loss,
-)
+from lit_modules.training.student import CE, Student, choose_layers, make_students, replicated_buffer_names, zero_loss
 from lit_modules.training.teacher import exclude_teacher_from_state_dict, layers_read, store_outputs, trained_teacher
 from lit_modules.training.timed_steps import timed_steps
 from lit_modules.training.whole_outputs import ForwardRequest, Predictions, Purpose

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "harness": LIBRARY,
     "harness.start": ("harness.ranks", "apprentice.errors"),
     "harness.ranks": ("apprentice.errors",),
-    "harness.cli": (*BELOW, *PROCESS, "harness.cli"),
+    "harness.cli": ("apprentice", *PROCESS, "harness.cli"),
     "harness.runs": (*BELOW, *PROCESS, "harness.cli", "harness.runs"),
     "harness.reports": (*BELOW, *PROCESS, "harness.cli", "harness.runs", "harness.reports"),
     "lit_modules": ("lit_modules", "apprentice"),

@@ -24,11 +24,11 @@ from harness import cli
 from harness.cli import sources
 from harness.reports.hparams import log_row
 from harness.runs.callbacks import check_callbacks
-from harness.runs.facts import KEYS, NetFacts
+from harness.runs.facts import KEYS, NetFacts, Spec
 from harness.runs.files import atomic
 from harness.runs.folders import check_samples
 from harness.runs.launch import is_main_process
-from harness.runs.nets import Spec, load_net, read_expects, read_facts, read_spec
+from harness.runs.nets import load_net, read_expects, read_facts, read_spec
 from harness.runs.plans import Arm, FitPlan
 from harness.runs.progress import progress
 from harness.runs.session import Session

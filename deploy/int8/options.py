@@ -9,10 +9,11 @@ from deploy.net_path import net_path
 from harness import cli
 from harness.cli import sources
 from harness.cli.classes import import_class
+from harness.runs.options import OneSeedOptions
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of the study."""
 
     run: str | None = None

@@ -25,6 +25,7 @@ from harness.runs import launch, signals
 from harness.runs.facts import NetFacts
 from harness.runs.files import check_output, write_bytes
 from harness.runs.nets import load_net, read_facts
+from harness.runs.options import OneSeedOptions
 from harness.runs.progress import Lines
 from harness.runs.quiet import notice, quiet
 from harness.runs.session import Session
@@ -36,7 +37,7 @@ VECTORS = {".npz": "PK\x03\x04", ".parquet": "PAR1"}  # how names of files of su
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of predictions."""
 
     run: str | None = None

@@ -1,16 +1,15 @@
 """What the command line of a script offers, key by key."""
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from harness.cli import training
 from harness.cli.classes import Choice, Classes
-from harness.cli.options import RunOptions
+from harness.cli.options import Options
 from harness.cli.resuming import CALL, FIXED, FREE, OnResume, rules_of
 from harness.cli.signatures import Signature, options_of
 from harness.cli.sources import FlagValue, layer
@@ -20,12 +19,21 @@ Recipes: TypeAlias = Mapping[Any, Mapping[str, Any]]  # by values of an option t
 Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
 
 
+class Names(NamedTuple):
+    """Names of the user's own for the choices at a key."""
+
+    is_reserved: Callable[[str], bool]  # no choice may have such a name
+    reserved: str  # how a message lists these
+    used: Callable[[Namespace, str], Collection[str]]  # of a configuration, those at a key that it uses
+
+
 @dataclass(frozen=True)
 class Entry:
     """What stands at a key: the options of one class, or a choice, or texts."""
 
     options: Signature | None = None  # of the one class
     named: bool = False  # there are many, by names of the user's own
+    names: Names | None = None  # of choices
     fixed: Fixed | None = None  # names the arguments of constructors that earlier choices give
     replaced_by: str = ""  # the key of choices by names: where there are some, none is made here
     defaults_from: str = ""  # the key whose class and options this one has where options are set and no class
@@ -41,30 +49,31 @@ class Group(NamedTuple):
     kind: str  # of the choice, such as "texts"
 
     @property
-    def options(self) -> type[RunOptions]:
+    def options(self) -> type[Options]:
         """The dataclass."""
-        options: type[RunOptions] = resolve_name(self.path)
+        options: type[Options] = resolve_name(self.path)
         return options
 
 
 class Declarations:
     """The keys and plain options of a script's command line; making `options`, a dataclass, checks their values."""
 
-    def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
+    def __init__(self, prog: str, description: str, options: type[Options]) -> None:
         self.prog, self.description = prog, description
         self.name = called_as(prog).removeprefix("python experiments/")
         self._own = options
-        self.groups: list[Group] = []
+        self.groups: list[Group] = []  # of options that the script has with some choices alone
         self.options = options_of(options)  # and those of groups, once choices are known
         self.brought_by: dict[str, str] = {}  # of options of groups, the keys
         self.entries: dict[str, Entry] = {}
-        self.idle = {*options.idle, *(["exact"] if options.why_inexact else [])}  # flags that do nothing in this script
+        self.idle = options.idle_options()  # flags that do nothing in this script
         self._defaults: dict[str, FlagValue] = {}
         self._recipes: list[tuple[str, Callable[[], Recipes]]] = []  # a plain option, and what its values set
         self._experiments: list[tuple[str, Any, Collection[str], Mapping[str, str]]] = []  # see `default_experiment`
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._on_resume = rules_of(options)
-        self._apart: list[str] = []  # how the flags of optimizers begin
+        self.checks: list[Callable[[Namespace], object]] = []
+        self.unchosen: dict[str, type] = {}  # by keys, classes whose options may be set where nothing is chosen
         if options.quick_values:
             self.add_recipes("quick", {True: options.quick_values})
 
@@ -76,16 +85,13 @@ class Declarations:
         *,
         fixed: Fixed | None = None,  # names more arguments of constructors that are not options
         replaced_by: str = "",  # the key of variants: where there are some, nothing is chosen here
+        defaults_from: str = "",  # the key whose class and options this one has where options are set and no class
         about: str = "",  # what it is, for the help
         on_resume: OnResume = FIXED,
     ) -> None:
         """Add `--KEY CLASS` and `--KEY.OPTION VALUE`."""
         self.classes[key], self._on_resume[key] = classes, on_resume
-        self._add(key, Entry(fixed=fixed, replaced_by=replaced_by, about=about), default)
-
-    def add_options(self, group: Group) -> None:
-        """Add options that the script has with some choices alone."""
-        self.groups.append(group)
+        self._add(key, Entry(fixed=fixed, replaced_by=replaced_by, defaults_from=defaults_from, about=about), default)
 
     def extend_options(self, choices: Mapping[str, Any]) -> None:
         """Let plain options be the script's own and those of the groups that the choices by key bring."""
@@ -105,15 +111,13 @@ class Declarations:
         key: str,
         classes: Classes,
         defaults: Mapping[str, Any],
+        names: Names,
         fixed: Fixed | None = None,  # as above
         about: str = "",
     ) -> None:
-        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name.
-
-        The plain option `only`, if there is one, says which of them are wanted; see `arm_names`.
-        """
+        """Add `--KEY.NAME CLASS` and `--KEY.NAME.OPTION VALUE` for any name, merged into the defaults by name."""
         self.classes[key] = classes
-        self._add(key, Entry(named=True, fixed=fixed, about=about), dict(defaults))
+        self._add(key, Entry(named=True, names=names, fixed=fixed, about=about), dict(defaults))
 
     def add_recipes(self, option: str, recipes: Recipes | Callable[[], Recipes]) -> None:
         """Let a value of an option, or one in its list, set many flags, each of which may be given beside it.
@@ -128,50 +132,24 @@ class Declarations:
         """Give a plain option a value in new runs with these choices by key, for which no flag of `unless` is set."""
         self._experiments.append((option, value, unless, choices))
 
-    def add_optimizer(
-        self, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
+    def add_class(
+        self,
+        key: str,
+        options: Signature,
+        default: Mapping[str, Any] = MappingProxyType({}),
+        on_resume: Mapping[str, OnResume] = MappingProxyType({}),
     ) -> None:
-        """Add `--optimizer` and `--scheduler`: torch's classes, tried out on a dummy net when parsed.
+        """Add `--KEY.OPTION VALUE`, the options of one class; `default` are in place of the class's own."""
+        self._on_resume |= {f"{key}.{name}": rule for name, rule in on_resume.items()}
+        self._add(key, Entry(options=options), dict(default))
 
-        Nets that may be trained `apart`, such as a teacher, have `--NAME_optimizer` and `--NAME_scheduler` beside them.
-        """
-        self._on_resume["scheduler"] = scheduler_on_resume
-        self._apart = ["", *(f"{name}_" for name in apart)]
-        for before, (key, (classes, about)) in itertools.product(self._apart, training.RATES.items()):
-            self.classes[before + key] = classes
-            chosen = default if before + key == "optimizer" else None
-            self._add(before + key, Entry(defaults_from=key if before else "", about=about), chosen)
-
-    def add_class(self, key: str, target: type, skip: Iterable[str] = ()) -> None:
-        """Add `--KEY.OPTION VALUE`, the options of one class but for those to skip."""
-        self._add(key, Entry(options=options_of(target, frozenset(skip))), {})
+    def add_check(self, check: Callable[[Namespace], object]) -> None:
+        """Let a function raise BadInput for a configuration whose choices can all be built."""
+        self.checks.append(check)
 
     def add_texts(self, key: str, about: str) -> None:
         """Add `--KEY.NAME.OPTION VALUE` for any names; the configuration has the values by what follows the key."""
         self._add(key, Entry(named=True, about=about), {})
-
-    def add_trainer(
-        self,
-        *,
-        loggers: bool = True,
-        on_resume: Mapping[str, OnResume] = MappingProxyType({}),
-        idle: Iterable[str] = (),
-        **defaults: Any,
-    ) -> None:
-        """Add `--trainer.OPTION` for Lightning's Trainer, with options below `--trainer.strategy` and `callbacks`.
-
-        `defaults` are in place of the Trainer's own. `logger` names others beside ours, where there are `loggers`, or
-        switches ours on and off. `on_resume` says of options that results depend on how they may change;
-        `idle` are options that do nothing here.
-        """
-        self.idle |= {f"trainer.{name}" for name in idle}
-        rules = {**dict.fromkeys(training.ANY_ON_RESUME, FREE), **on_resume}
-        self._on_resume |= {f"trainer.{name}": rule for name, rule in rules.items()}
-        self.classes["trainer.callbacks"] = training.CALLBACKS
-        self.classes["trainer.strategy"] = training.Strategies()
-        if loggers:
-            self.classes["trainer.logger"] = training.LOGGERS
-        self._add("trainer", Entry(options=_trainer_options(loggers)), {"logger": True, **defaults})
 
     def _add(self, key: str, entry: Entry, default: Any) -> None:
         self.entries[key] = entry
@@ -189,16 +167,9 @@ class Declarations:
         return [flag for flag, rule in self._on_resume.items() if rule in {CALL, FREE}]
 
 
-def _join(options: type[RunOptions], *groups: type[RunOptions]) -> type[RunOptions]:
+def _join(options: type[Options], *groups: type[Options]) -> type[Options]:
     """Return a dataclass with all of their fields and checks."""
     return dataclass(type(options.__name__, (*groups, options), {"__module__": __name__})) if groups else options
 
 
-_join_options: Callable[..., type[RunOptions]] = cache(_join)
-
-
-@cache
-def _trainer_options(loggers: bool) -> Signature:
-    from lightning.pytorch import Trainer
-
-    return Signature(Trainer, training.OWNED, training.TYPES if loggers else {**training.TYPES, "logger": bool})
+_join_options: Callable[..., type[Options]] = cache(_join)

@@ -5,17 +5,16 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from apprentice.errors import BadInput
-from harness.cli import training, usage
-from harness.cli.arm_names import VARIANTS, arm_names, list_used
+from harness.cli import usage
 from harness.cli.classes import Choice, Classes, arguments, build, plain, put_working_directory_first
 from harness.cli.declarations import Declarations
 from harness.cli.messages import as_flags, near_flag
-from harness.cli.options import RunOptions
 from harness.cli.resolver import Resolver
 from harness.cli.resuming import CALL, FREE, LEFT, NOTHING, check_same, earlier_values
 from harness.cli.signatures import options_of
@@ -30,10 +29,9 @@ from harness.cli.sources import (
     load,
     merge,
     read,
+    read_value,
     recipe,
 )
-from harness.cli.yamls import read_value
-from strategies.ddp import DDP
 
 ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has one
 
@@ -41,11 +39,9 @@ ONLY_ONE = ("trainer.strategy", "trainer", "data")  # of these objects a run has
 class Parser(Declarations):
     """The command line of a script."""
 
-    def __init__(self, prog: str, description: str = "", options: type[RunOptions] = RunOptions) -> None:
-        super().__init__(prog, description, options)
-        self._parsed: dict[str, Any] = {}
-        self._given: Layer = {}  # what the user set in files and flags
-        self._of_run: Layer = {}  # what the run that goes on has set; empty for a new one
+    _parsed: Namespace | None = None
+    _given: Layer = MappingProxyType({})  # what the user set in files and flags
+    _of_run: Layer = MappingProxyType({})  # what the run that goes on has set; empty for a new one
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Read the configuration: defaults, then YAML files in their order, then flags.
@@ -57,7 +53,7 @@ class Parser(Declarations):
             BadInput: naming the flag.
             SystemExit: after `--help` and `--print_config`.
         """
-        self._parsed = {}
+        self._parsed = None
         self.extend_options({})
         put_working_directory_first()  # jsonargparse imports functions
         layers, bare = read(sys.argv[1:] if argv is None else argv)
@@ -77,7 +73,7 @@ class Parser(Declarations):
         if "print_config" in bare:
             sys.stdout.write(self.dump(config))
             raise SystemExit(0)
-        self._parsed = dict(flat(self.as_dict(config)))
+        self._parsed = config
         return config
 
     def is_given(self, option: str) -> bool:
@@ -144,17 +140,18 @@ class Parser(Declarations):
     def flag_of(self, argument: str) -> str | None:
         """Find the flag of an argument that an object refused: the argument, or the only flag that ends with it.
 
-        An option of strategies is below theirs, though none is chosen. None: no flag or several are called so.
+        An option of an `unchosen` class is below its key. None: no flag or several are called so.
         """
-        if not (self._parsed and argument) or self.is_flag(argument):
+        if self._parsed is None or not argument or self.is_flag(argument):
             return argument
+        endings = [flag for flag, _ in flat(self.as_dict(self._parsed)) if flag.endswith(f".{argument}")]
         for flag in (f"{owner}.{argument}" for owner in ONLY_ONE):
-            if flag in self._parsed:
+            if flag in endings:
                 return flag
-        endings = [flag for flag in self._parsed if flag.endswith(f".{argument}")]
         if len(endings) == 1:
             return endings[0]
-        return f"trainer.strategy.{argument}" if not endings and argument in options_of(DDP).hints else None
+        unchosen = [key for key, target in self.unchosen.items() if argument in options_of(target).hints]
+        return f"{unchosen[0]}.{argument}" if unchosen and not endings else None
 
     def is_flag(self, name: str) -> bool:
         """Return whether the command line has this flag, or flags that begin like it."""
@@ -235,8 +232,8 @@ class Parser(Declarations):
                     raise BadInput(key, settings[key].value, f"a name after it, as --{key}.NAME VALUE")
                 choices[key] = {name: setting.value for name, setting in below(key, resolver.settings).items()}
                 resolver.flags |= {f"{key}.{name}": (value, "") for name, value in choices[key].items()}
-            elif entry.named:
-                choices[key] = resolver.named(classes, key)
+            elif entry.names:
+                choices[key] = resolver.named(classes, key, entry.names)
             elif instead := below(entry.replaced_by, resolver.settings):
                 self._leave_out(key, resolver.settings, f"{entry.replaced_by}.{next(iter(instead))}")
                 choices[key] = None
@@ -253,16 +250,11 @@ class Parser(Declarations):
             chosen = vars(config)[key]
             if entry.options is not None:
                 arguments(chosen, key)
-            elif entry.named and key in self.classes and entry.fixed is None:
+            elif entry.names and entry.fixed is None:
                 for name, choice in chosen.items():
                     build(choice, f"{key}.{name}")
-        if VARIANTS in self.entries:
-            arm_names(config)
-        trainer = config.trainer.init_args if "trainer" in self.entries else {}
-        training.check_trainer(trainer)
-        for before in self._apart:
-            steps, rates = (before + key if vars(config)[before + key] else key for key in training.RATES)
-            training.check_optimizer(config, steps, rates)
+        for check in self.checks:
+            check(config)
 
     def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
@@ -282,35 +274,22 @@ class Parser(Declarations):
     def _check_same(self, saved: Namespace, config: Namespace, settings: Layer) -> None:
         """Raise BadInput if a setting differs on which the results of that run depend and by which it can't grow."""
         folder, new = Path(config.out), list[str]()
-        for key in (key for key, entry in self.entries.items() if entry.named and key in self.classes):
-            chosen, used = vars(config)[key], list_used(saved, key)
+        for key, names in ((key, entry.names) for key, entry in self.entries.items() if entry.names):
+            chosen, used = vars(config)[key], names.used(saved, key)
             new += [f"{key}.{name}" for name in chosen if name not in used]
-            for name in {*chosen} - {*vars(saved)[key], *list_used(config, key)}:
+            for name in {*chosen} - {*vars(saved)[key], *names.used(config, key)}:
                 if not settings[f"{key}.{name}"].source.startswith("--"):  # of a recipe
                     expected = f"{name} in --only, too: the run in {folder} is of {', '.join(used)}"
                     raise BadInput(f"{key}.{name}", chosen[name].name, expected)
         before, after = dict(flat(self.as_dict(saved))), dict(flat(self.as_dict(config)))
         check_same(before, after, folder, self.on_resume, new)
 
-    def summary(self, config: Namespace) -> str:
-        """Name choices but the optimizer, and the recipe: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
-        parts = {}
-        for key, entry in self.entries.items():
-            chosen = vars(config)[key]
-            if key in self.classes and not key.endswith((*training.RATES, "metric")) and chosen:
-                parts[key] = " ".join(list_used(config, key)) if entry.named else str(getattr(chosen, "name", chosen))
-        seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
-        parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
-        if recipe := vars(config).get("recipe"):
-            parts["recipe"] = recipe
-        return ", ".join(f"{key} {what}" for key, what in parts.items())
-
     def as_dict(self, config: Namespace) -> dict[str, Any]:
         """Return the configuration as YAML and JSON have it."""
         settings = {}
         for key, entry in self.entries.items():
             value = plain(vars(config)[key])
-            if entry.named and key in self.classes:  # without a default's name it would come back
+            if entry.names:  # without a default's name it would come back
                 value |= {name: None for name in below(key, self._defaults) if "." not in name and name not in value}
             if value or not self._is_empty(key):
                 settings[key] = value["init_args"] if entry.options is not None else value

@@ -6,13 +6,12 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from apprentice.errors import BadInput
-from harness.cli.arm_names import RESERVED, is_reserved
 from harness.cli.classes import Choice, Chosen, Classes
+from harness.cli.declarations import Names
 from harness.cli.messages import near, words
 from harness.cli.resuming import NOTHING
 from harness.cli.signatures import Missing, Signature, accepts_null, kinds_of, options_of
-from harness.cli.sources import FlagValue, Layer, below, layer
-from harness.cli.yamls import read_value
+from harness.cli.sources import FlagValue, Layer, below, layer, read_value
 
 
 class Resolver:
@@ -40,7 +39,7 @@ class Resolver:
             given = {f"{key}.{name}": setting for name, setting in options.items()}
             self.settings |= {key: self.settings.get(start, FlagValue(None)), **copied, **given}
 
-    def named(self, classes: Classes, key: str) -> dict[str, Chosen]:
+    def named(self, classes: Classes, key: str, allowed: Names) -> dict[str, Chosen]:
         """Return the choices below a key by their names; `null` at a name is none."""
         if key in self.settings:
             expected = f"a name and a class, as --{key}.mine {next(iter(classes.by_name))}"
@@ -53,8 +52,8 @@ class Resolver:
         names = dict.fromkeys(flag.split(".")[0] for flag in settings)
         for flag, setting in settings.items():
             name = flag.split(".")[0]
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or is_reserved(name):
-                expected = f"a name of letters, digits, _ and - after --{key}, other than {RESERVED}"
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or allowed.is_reserved(name):
+                expected = f"a name of letters, digits, _ and - after --{key}, other than {allowed.reserved}"
                 raise BadInput(f"{key}.{flag}", setting.value, expected)
             if name not in settings:
                 chosen = [other for other in names if other in settings]

@@ -1,4 +1,4 @@
-"""Settings by flag, in layers: the defaults first, then files, then flags, of which the last count."""
+"""Settings by flag, in layers: the defaults first, then files, then flags, of which the last count; YAML of both."""
 
 import os
 import re
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
+from jsonargparse import get_loader
 
 from apprentice.errors import BadInput, shorten
-from harness.cli import yamls
 from harness.cli.resuming import NOTHING
 
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 BARE = ("help", "print_config")  # flags without a value
 OF_LAUNCHERS = ("local-rank", "local_rank")  # from torch.distributed.launch; the environment has it too
 
@@ -29,7 +30,7 @@ WITHOUT_VALUE = FlagValue([])  # of a flag that no value follows
 Layer: TypeAlias = Mapping[str, FlagValue]  # by flag; what chooses a class stands at the key above its options
 
 
-def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
+def read(argv: Sequence[str]) -> tuple[Sequence[Layer], dict[str, list[str]]]:
     """Read layers of the files in their order, then of the flags, whose values stay text or lists; and bare flags.
 
     What follows `--help` names what it shall list.
@@ -48,37 +49,40 @@ def read(argv: Sequence[str]) -> tuple[list[Layer], dict[str, list[str]]]:
             raise BadInput(flag, os.fsencode(wrong[0]), "text in UTF-8, as the run's files are")
         if (flag == "print_config" and values) or (flag == "config" and not values):
             raise BadInput(flag, " ".join(values) or NOTHING, "no value" if values else "a value")
-    pairs = [(flag, expand_home(values)) for flag, values in pairs]
     flags = {
         flag.replace(".init_args", "").removesuffix(".class_path"): FlagValue(values[0] if len(values) == 1 else values)
         for flag, values in pairs
         if flag not in {*BARE, *OF_LAUNCHERS, "config"}
     }
-    files = [path for flag, values in pairs if flag == "config" for path in values]
-    return [*(layer(expand_home(load(path)), path) for path in files), flags], {
-        flag: values for flag, values in pairs if flag in BARE
-    }
+    files = [expand_home(path, "config") for flag, values in pairs if flag == "config" for path in values]
+    layers = [
+        {flag: setting._replace(value=expand_home(setting.value, flag)) for flag, setting in settings.items()}
+        for settings in (*(layer(load(path), path) for path in files), flags)
+    ]
+    return layers, {flag: values for flag, values in pairs if flag in BARE}
 
 
-def expand_home(value: Any) -> Any:
-    """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone."""
+def expand_home(value: Any, flag: str = "") -> Any:
+    """Expand `~/` at the start of paths; a shell leaves `--out=~/x` and `[~/x]` alone. BadInput for a text with NUL."""
     if isinstance(value, list):
-        return [expand_home(entry) for entry in value]
+        return [expand_home(entry, flag) for entry in value]
     if isinstance(value, dict):
-        return {name: expand_home(entry) for name, entry in value.items()}
+        return {name: expand_home(entry, flag) for name, entry in value.items()}
     if not isinstance(value, str):
         return value
+    if "\0" in value:
+        raise BadInput(flag, value.replace("\0", "\\0"), "text without the character NUL")
     return re.sub(r"(?<=[\[, ])~(?=/)" if value.startswith("[") else r"^~(?=/|$)", lambda _: str(Path.home()), value)
 
 
 def load(path: str | Path, flag: str = "config") -> dict[str, Any]:
     """Return the mapping in a YAML file; BadInput names the file, and the line that is not YAML."""
     try:
-        values = yamls.load(Path(path).read_text(encoding="utf-8"))
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(flag, path, f"a YAML file that can be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(flag, path, f"YAML; {yamls.fault(error)}") from error
+        raise BadInput(flag, path, f"YAML; {fault(error)}") from error
     if not isinstance(values, dict | None):
         raise BadInput(flag, path, "a YAML mapping, such as data: {class_path: MNIST}")
     return {str(name): value for name, value in (values or {}).items()}
@@ -166,3 +170,46 @@ def as_written(settings: Layer) -> Iterator[None]:
             value = " ".join(map(str, value)) or NOTHING if isinstance(value, list) and not source else value
         place = f" (in {source})" if source else ""
         raise BadInput(error.argument, value, f"{error.expected}{place}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or has a key twice, of which loaders take the last.
+    """
+    try:
+        _check_keys(yaml.compose(text, LOADER))
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # such as ValueError: PyYAML converts `!!int x` with Python's int
+        raise yaml.YAMLError(f"a value can't be read: {error}") from error
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    keys = set[Any]()
+    for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+        key, value = part if isinstance(node, yaml.MappingNode) else (None, part)
+        if key is not None and key.value in keys:
+            mark: Any = key.start_mark  # libyaml's, with the attributes of PyYAML's
+            raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=mark)
+        keys |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        _check_keys(value)
+
+
+def fault(error: Exception) -> str:
+    """Return what is wrong with a text, and in which line if YAML says so."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def read_value(value: Any, flag: str) -> Any:
+    """Parse a flag's value as YAML if it is written as a list, a mapping or null."""
+    if not isinstance(value, str) or not (value.strip().startswith(("[", "{")) or value.strip() == "null"):
+        return value
+    try:
+        return parse_yaml(value)
+    except yaml.YAMLError as error:
+        raise BadInput(flag, value, f"YAML, as [First, Second] or {{class_path: First}}; {fault(error)}") from error

@@ -30,16 +30,9 @@ Flags = Mapping[str, tuple[Any, str]]  # values and descriptions
 
 
 def text(parser: Declarations, flags: Flags, topics: Iterable[str] = (), given: Iterable[str] = ()) -> str:
-    """Return the help.
+    """Return the help of the keys, such as `data`, or `all` in `topics`; BadInput for a key that is not there.
 
-    Args:
-        parser: whose help it is.
-        flags: all flags, with their values.
-        topics: what is asked for: keys, such as `data`, or `all`; when empty, the classes that are chosen.
-        given: flags of the command line, which choose classes.
-
-    Raises:
-        BadInput: there is no such key.
+    Without topics it is of the classes that are chosen by flags that were `given`.
     """
     acting = {flag: entry for flag, entry in flags.items() if flag not in parser.idle}
     titles = {"": f"flags of {parser.name}", **_titles(parser, flags)}

@@ -10,7 +10,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from harness import cli
 from harness.reports.measures import FIGURES
-from harness.runs.nets import Spec
+from harness.runs.facts import Spec
 from harness.runs.plans import Arm
 from harness.runs.session import Session
 from harness.runs.tensorboard import COSTS, open_writer

@@ -1,21 +1,19 @@
-"""What users of a net need beside its class: net.yaml has it, and so has each file that is exported of the net."""
+"""What net.yaml holds of a net: how to rebuild it, and what users need beside, as each exported file has it, too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import yaml
+
+from apprentice.errors import BadInput
 from datamodules.preparation import Preparation
+from lit_modules.nets.specs import to_plain
 from lit_modules.tasks import TASKS
 
-KEYS = (
-    "classes",
-    "task",
-    "inputs",
-    "versions",
-    "commit",
-    "taught_by",
-    "configuration",
-)  # in net.yaml; those of older versions have the first or none
+Spec = dict[str, Any]
+# In net.yaml; those of older versions have the first or none.
+KEYS = ("classes", "task", "inputs", "versions", "commit", "taught_by", "configuration")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +59,14 @@ class NetFacts:
         taught_by = {"taught_by": {**self.taught_by}} if self.taught_by else {}
         configuration = {"configuration": {**self.configuration}} if self.configuration else {}
         return {**classes, "task": self.task, **rest, **taught_by, **configuration}
+
+
+def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
+    """Return what `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    plain |= {key: to_plain(value) for key, value in arguments.items() if isinstance(value, type)}
+    try:
+        yaml.safe_dump(plain)
+    except yaml.YAMLError:
+        raise BadInput(net_class, plain, "arguments that a file can hold: numbers, texts, lists of them") from None
+    return {"class_path": net_class, "init_args": plain}

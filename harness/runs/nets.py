@@ -14,31 +14,19 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, reason
 from apprentice.weights import check_weights
 from harness.cli.classes import import_class
-from harness.runs.facts import KEYS, NetFacts
+from harness.runs.facts import KEYS, NetFacts, Spec
 from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format, reading
 from lit_modules.nets.base import unwrap_logits
 from lit_modules.nets.identity import Origin
-from lit_modules.nets.specs import path_of, rebuild, to_plain
+from lit_modules.nets.specs import path_of, rebuild
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
-Spec = dict[str, Any]
 MOST_FOLDERS = 5  # folders of nets in a message
 NET_FILES = ("weights.pt", "net.yaml")
 AVERAGE = "ema"  # the folder of a moving average, in that of its net
 SPEC = ("class_path", "init_args")  # in net.yaml, beside the facts
-
-
-def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
-    """Return what `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
-    plain |= {key: to_plain(value) for key, value in arguments.items() if isinstance(value, type)}
-    try:
-        yaml.safe_dump(plain)
-    except yaml.YAMLError:
-        raise BadInput(net_class, plain, "arguments that a file can hold: numbers, texts, lists of them") from None
-    return {"class_path": net_class, "init_args": plain}
 
 
 def save_net(net: nn.Module, net_spec: Spec, folder: Path, facts: NetFacts | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from harness import cli
-from harness.cli.arm_names import VARIANTS
+from harness.runs.arm_names import VARIANTS, ArmName, arm_names
 from harness.runs.teacher_weights import BY_TEACHER, TEACHER, TeacherWeights, is_teacher, teachers_of
 from lit_modules.objectives.base import Objective
 
@@ -49,7 +49,7 @@ class Arm:
         return objective
 
     def _peer(self, peer: str, config: Namespace) -> str:
-        row = cli.ArmName(peer, self.student).name if peer in config.variants else peer
+        row = ArmName(peer, self.student).name if peer in config.variants else peer
         return row if self.trial is None else trial_name(row, self.trial)
 
     def settings(self, config: Namespace) -> Namespace:
@@ -138,12 +138,12 @@ class FitPlan:
 
 def arms(config: Namespace) -> dict[str, Arm]:
     """Return the arms of `only`, and those that they learn from, by name, with the user's settings."""
-    rows = cli.arm_names(Namespace(**{**vars(config), "only": None}))
+    rows = arm_names(Namespace(**{**vars(config), "only": None}))
     taught, methods = teachers_of(config, rows), config.variants
     all_arms = {
         name: Arm(name, row.net, methods[row.variant], row.variant, teachers=taught[name]) for name, row in rows.items()
     }
-    names, queue = set[str](), deque(cli.arm_names(config))
+    names, queue = set[str](), deque(arm_names(config))
     while queue:
         name = queue.popleft()
         if name in all_arms and name not in names:

@@ -25,6 +25,7 @@ from harness import cli, ranks
 from harness.cli.resuming import CALL
 from harness.cli.sources import flat
 from harness.runs import environment, folders, launch, nets, origins, signals
+from harness.runs.arm_names import list_used
 from harness.runs.facts import NetFacts
 from harness.runs.files import list_recorded, write_json, write_text
 from harness.runs.quiet import notice, quiet
@@ -36,6 +37,7 @@ from lit_modules.nets.identity import Origin
 from lit_modules.tasks import CLASSES, task_class
 
 TOKENIZER = "teacher_tokenizer"
+UNSAID = ("optimizer", "scheduler", "metric")  # how keys end whose choices are not announced
 
 
 class Session:
@@ -143,12 +145,25 @@ class Session:
     def announce(self) -> None:
         """Tell the user what will run, and where it is written."""
         where = self.config.out or f"a new folder in runs/{self.name}"
-        notice(f"{self.name}: {self.parser.summary(self.config)}; writes to {where}")
+        notice(f"{self.name}: {self._summary()}; writes to {where}")
         devices = self.config.trainer.init_args["devices"] if "trainer" in self.config else "auto"
         are_ours = launch.find_launch() is None and not torch.cuda.is_available()
         if are_ours and isinstance(devices, int) and devices > cores():
             slower = f"takes longer than with `trainer.devices {cores()}`"
             self.tell(f"`trainer.devices {devices}`: {devices} processes share {cores()} cores, so each fit {slower}")
+
+    def _summary(self) -> str:
+        """Name choices but the optimizer, and the recipe: `data Digits, teacher DeepNN, variants ce kd, seed 0`."""
+        parts, config = {}, self.config
+        for key, chosen in vars(config).items():
+            if key in self.parser.classes and chosen and not key.endswith(UNSAID):
+                names = list_used(config, key) if isinstance(chosen, dict) else [getattr(chosen, "name", chosen)]
+                parts[key] = " ".join(map(str, names))
+        seeds = config.seeds if len(config.seeds) < 10 else [*config.seeds[:3], "...", config.seeds[-1]]
+        parts["seeds" if len(seeds) > 1 else "seed"] = " ".join(map(str, seeds))
+        if recipe := vars(config).get("recipe"):
+            parts["recipe"] = recipe
+        return ", ".join(f"{key} {what}" for key, what in parts.items())
 
     @contextmanager
     def folder(self) -> Iterator[Path]:

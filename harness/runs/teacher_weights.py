@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from apprentice.errors import BadInput
-from harness import cli
 from harness.cli.messages import near
-from harness.cli.yamls import read_value
+from harness.cli.sources import read_value
+from harness.runs.arm_names import ArmName
 
 TEACHER, TEACHERS = "teacher", "teachers"  # flags of the teacher and, by name, of others
 TAUGHT_BY = "taught_by"
@@ -28,7 +28,7 @@ def teacher_row_name(key: str) -> str:
     return key.replace(f"{TEACHERS}.", f"{TEACHER}-")
 
 
-def teachers_of(config: Namespace, rows: Mapping[str, cli.ArmName]) -> dict[str, TeacherWeights]:
+def teachers_of(config: Namespace, rows: Mapping[str, ArmName]) -> dict[str, TeacherWeights]:
     """Return the teachers of each row, by default `teacher` alone; a method's name stands for its rows.
 
     Raises:

@@ -24,6 +24,7 @@ from harness import cli
 from harness.runs import environment
 from harness.runs.launch import Launch, find_launch
 from harness.runs.progress import Show
+from harness.runs.training_options import Strategies
 
 # With the user's settings; takes callbacks, logger and plugins by keyword, and `show` as `trainer_factory` has it.
 MakeTrainer = Callable[..., Trainer]
@@ -43,7 +44,7 @@ def trainer_factory(chosen: cli.Choice, exact: int | None) -> MakeTrainer:
     """
     if exact is None:
         return partial(_trainer, chosen)
-    strategy, family = chosen.init_args["strategy"], cli.Strategies()
+    strategy, family = chosen.init_args["strategy"], Strategies()
     if strategy == "auto":
         strategy = family.choose("ddp")
     if not family.exact(strategy):

@@ -44,12 +44,7 @@ from harness.studies.choices import (
 )
 from harness.studies.fits import save_classifier
 from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
-from harness.studies.teachers import (
-    check_head_only,
-    check_own_settings,
-    note_origins,
-    teacher_epochs,
-)
+from harness.studies.teachers import check_head_only, check_own_settings, note_origins, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.ensemble import Ensemble

@@ -19,8 +19,11 @@ from apprentice.keyed import with_seed
 from datamodules.base import InMemoryData
 from harness import cli
 from harness.cli.classes import import_class
-from harness.runs.nets import Spec, load_net, read_spec, spec
+from harness.runs.arm_names import choice_at
+from harness.runs.facts import Spec, spec
+from harness.runs.nets import load_net, read_spec
 from harness.runs.session import Session
+from harness.runs.training_options import scheduler_factory
 from lit_modules.nets.attention.form import any_kernel
 from lit_modules.nets.base import Net, cast_inputs, check_fits, check_same_start, pipeline_stages, unwrap_logits
 from lit_modules.nets.classes import are_named, class_order, classes_of, members_of, reorder_classes
@@ -56,7 +59,7 @@ def make_net(config: Namespace, key: str, seed: int, arguments: Mapping[str, Any
 
     BadInput for one that is made of a teacher.
     """
-    choice = cli.choice_at(config, key)
+    choice = choice_at(config, key)
     if is_from_teacher(config, key):
         expected = f"a net by itself; {choice.name} is a student of kd.py, made of its teacher's weights"
         raise BadInput(key, choice.name, expected)
@@ -81,19 +84,19 @@ def build_net(session: Session, key: str, seed: int) -> nn.Module:
     net = make_net(session.config, key, seed, session.data.net_arguments, session.is_double)
     net = net_of_task(session, net, key)
     is_trained = isinstance(net, Ensemble)
-    match_classes(session, net, key, cli.choice_at(session.config, key).name, trained=not is_trained)
+    match_classes(session, net, key, choice_at(session.config, key).name, trained=not is_trained)
     net_spec(session, key)  # or arguments that net.yaml can't hold are refused
     return net
 
 
 def is_from_teacher(config: Namespace, key: str) -> bool:
     """Return whether the net chosen under a key is made of its teacher's weights."""
-    return issubclass(cli.choice_at(config, key).target, FromTeacher)
+    return issubclass(choice_at(config, key).target, FromTeacher)
 
 
 def net_spec(session: Session, key: str) -> Spec:
     """Return how to rebuild the net chosen under a key."""
-    choice, arguments = cli.choice_at(session.config, key), dict(session.data.net_arguments)
+    choice, arguments = choice_at(session.config, key), dict(session.data.net_arguments)
     if issubclass(choice.target, Ensemble):
         arguments["members"] = [read_spec(folder, flag) for flag, folder in member_folders(choice, key)]
     values = cli.arguments(choice, key, **arguments)
@@ -141,7 +144,7 @@ def learner_options(config: Namespace, data: InMemoryData) -> dict[str, Any]:
     """Return the task, and what makes the chosen optimizer and scheduler, as arguments of a Loop."""
     optimizer, scheduler = cli.factory(config.optimizer, "optimizer"), None
     if config.scheduler is not None:
-        scheduler = cli.scheduler_factory(config.scheduler, "scheduler")
+        scheduler = scheduler_factory(config.scheduler, "scheduler")
     return {"optimizer": optimizer, "scheduler": scheduler, "task": chosen_task(config, data)}
 
 
@@ -224,7 +227,7 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
         again = make_net(config, key, config.seeds[0], data.net_arguments, session.is_double)
         again = net_of_task(session, again, key)
         check_same_start(net, again, key)
-    chosen = cli.choice_at(config, key)
+    chosen = choice_at(config, key)
     has_weights = getattr(net, "is_trained", False) or chosen.init_args.get(getattr(net, "trained_if", ""), False)
     session.origins[key] = Origin.of(net, bool(has_weights))
     if isinstance(net, Net):

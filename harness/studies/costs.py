@@ -61,7 +61,7 @@ def measure(
 ) -> NetRecord:
     """Measure an arm, a run of its module: its scores in the test, and what a step of its training costs."""
     prefix, failed = f"{run}/test" if run else "test", module.failed.get(run)
-    ended = module.stopped.get(run, {"epochs": outcome.epochs, "steps": None, "samples": module.training_log.samples})
+    ended = module.stopped.get(run, {"epochs": outcome.epochs, "samples": module.training_log.samples})
     scores = {} if failed else outcome.scores
     figures: dict[str, float | None] = {
         "parameters": sum(p.numel() for p in module.net_of(run).parameters()),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from apprentice.keyed import with_seed
-from harness import cli
 from harness.reports.hparams import log_row
 from harness.runs import safepoints, signals
 from harness.runs.callbacks import drop_unsuited
@@ -31,6 +30,7 @@ from harness.runs.session import Session
 from harness.runs.teacher_weights import BY_TEACHER, TEACHER, teacher_row_name
 from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
+from harness.runs.training_options import scheduler_factory
 from harness.studies import costs
 from harness.studies.choices import judged_by, learner_options, net_spec, trained_spec
 from lit_modules.classifier import LitClassifier
@@ -135,7 +135,7 @@ def _extends(session: Session, plan: FitPlan, done: int | None) -> bool:
     why = "" if had else "the folder has no checkpoint of it"
     if session.config.trainer.init_args["callbacks"]:
         why = "callbacks may depend on the number of epochs"
-    elif (rates := vars(session.config).get("scheduler")) and follows_length(cli.scheduler_factory(rates, "scheduler")):
+    elif (rates := vars(session.config).get("scheduler")) and follows_length(scheduler_factory(rates, "scheduler")):
         why = f"{rates.name} depends on the number of epochs"
     elif had == 1:
         why = "a teacher's outputs are stored from two epochs on"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apprentice import keyed
 from apprentice.batch import IGNORED
 from harness import cli
+from harness.runs.arm_names import choice_at
 from harness.runs.files import read_text, write_text
 from harness.runs.launch import is_main_process, main_first
 from harness.runs.quiet import notice
@@ -32,7 +33,7 @@ class FromTeachers:
 
     def student(self, key: str, seed: int, teacher: nn.Module) -> nn.Module:
         """Build the student chosen under a key; BadInput if its options don't fit the teacher."""
-        choice = cli.choice_at(self.run.config, key)
+        choice = choice_at(self.run.config, key)
         with cli.refusals(choice, key):
             chosen: FromTeacher = cli.build(choice, key)
             plan = self.plans.get((seed, key)) or chosen.first(teacher)
@@ -42,7 +43,7 @@ class FromTeachers:
         """Measure what a student is made of, or read what was measured before: on rank zero, for all ranks."""
         if (seed, key) in self.plans:
             return
-        run, choice = self.run, cli.choice_at(self.run.config, key)
+        run, choice = self.run, choice_at(self.run.config, key)
         with cli.refusals(choice, key):
             chosen: FromTeacher = cli.build(choice, key)
         path = run.out / f"seed{seed}" / f"{key.replace('.', '-')}.{chosen.kind}.yaml"

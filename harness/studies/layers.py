@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import cli
 from harness.reports.tables import NONE, Table
+from harness.runs.arm_names import arm_names, choice_at
 from harness.runs.launch import is_main_process
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, TEACHERS
@@ -20,14 +20,14 @@ def print_layers(session: Session) -> None:
     """Print a table for each teacher and each student's net of a run; BadInput for one that does not fit the data."""
     session = session.with_settings(exact=None)  # nothing is trained
     trainer = session.checked_trainer()
-    students = (row.net for row in cli.arm_names(session.config).values())
+    students = (row.net for row in arm_names(session.config).values())
     for key in [TEACHER, *(f"{TEACHERS}.{name}" for name in session.config.teachers), *dict.fromkeys(students)]:
         check_net(session, key, trainer, trained=False)
         net = make_net(session.config, key, session.config.seeds[0], session.data.net_arguments, session.is_double)
         if is_main_process():
             lines = [list(line) for line in layers(net, session.data.example[:1])]
             table = Table(["layer", "is", "output"], lines, left=3)
-            print(f"{key} {cli.choice_at(session.config, key).name}\n\n{table.plain()}\n", flush=True)
+            print(f"{key} {choice_at(session.config, key).name}\n\n{table.plain()}\n", flush=True)
 
 
 def layers(net: nn.Module, example: Tensor) -> list[tuple[str, str, str]]:

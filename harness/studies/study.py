@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from apprentice.errors import BadInput
-from harness.cli.messages import GOES_ON, as_flags, one_line
+from harness.cli import as_flags
+from harness.cli.messages import GOES_ON, one_line
 from harness.reports.report import Report
 from harness.runs import environment, signals
 from harness.runs.files import read_text, write_json

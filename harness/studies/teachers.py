@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from apprentice.errors import BadInput
-from harness import cli
+from harness.runs.arm_names import choice_at
 from harness.runs.nets import check_options, read_classes, read_expects
 from harness.runs.quiet import notice
 from harness.runs.records import FitRecord
@@ -25,7 +25,7 @@ def has_trained_teacher(session: Session, key: str = TEACHER) -> bool:
 
 def _is_loaded(session: Session, key: str) -> bool:
     """Return whether the teacher chosen under a key begins with trained weights."""
-    brings_weights = cli.choice_at(session.config, key).init_args.get(_declarations(session, key).trained_if, False)
+    brings_weights = choice_at(session.config, key).init_args.get(_declarations(session, key).trained_if, False)
     return bool((session.config.teacher_ckpt is not None and key == TEACHER) or brings_weights)
 
 
@@ -69,7 +69,7 @@ def check_own_settings(session: Session) -> None:
 
 def _declarations(session: Session, key: str = TEACHER) -> type[Net]:
     """Return the class of a teacher or, of one that declares nothing, the base of ours."""
-    net_class = cli.choice_at(session.config, key).target
+    net_class = choice_at(session.config, key).target
     return net_class if issubclass(net_class, Net) else Net
 
 

@@ -39,7 +39,7 @@ class Loop(LightningModule):
 
     Attributes:
         failed: runs that have failed, with the step and the term.
-        stopped: runs that have stopped before the others, with the epochs, steps and samples that they have trained.
+        stopped: runs that have stopped before the others, with the epochs and samples that they have trained.
         init_args: the constructor's arguments, as plain data, which are a checkpoint's hyperparameters.
         has_teacher: whether a test compares runs with a teacher.
         batches_planned: in the whole training, as far as a module asks how far it is.
@@ -158,7 +158,7 @@ class Loop(LightningModule):
 
     def stop(self, run: str) -> None:
         """Let a run keep the parameters that it has, on all ranks alike; without any other training ends."""
-        done = {"epochs": self.epochs_done, "steps": self.trainer.global_step, "samples": self.training_log.samples}
+        done = {"epochs": self.epochs_done, "samples": self.training_log.samples}
         self.stopped[run] = done
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         if not progress.is_last_batch or progress.current.completed < progress.current.ready:  # in mid-epoch

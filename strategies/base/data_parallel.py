@@ -86,7 +86,8 @@ class DataParallel(RankStrategy):
         limit = timedelta(seconds=seconds)
         if process_group_backend is not None:
             check_backend(process_group_backend)
-        rendezvous.check_init_method(init_method)
+        if init_method is not None:
+            rendezvous.check_init_method(init_method)
         from_trainer = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         options: dict[str, Any] = {"timeout": limit, "process_group_backend": process_group_backend}
         super().__init__(*from_trainer, init_method=init_method, **options)

@@ -21,12 +21,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from apprentice.children import end_with_parent
 from strategies.base import failures, fit_state
-from strategies.base.private import (
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-    TunerExit,
-    WorkerOutput,
-)
+from strategies.base.private import MultiProcessingLauncher, SubprocessScriptLauncher, TunerExit, WorkerOutput
 from strategies.base.ranks import RankStrategy
 
 INTERRUPT_TIME = 30.0  # seconds in which interrupted ranks call their hooks

@@ -39,9 +39,9 @@ class StartedTwiceError(ConnectionError):
     """This rank is there already, and perhaps no other rank notices."""
 
 
-def check_init_method(method: str | None) -> None:
+def check_init_method(method: str) -> None:
     """Raise BadInput where an init_method is none of env://, tcp://HOST:PORT and file:///PATH."""
-    if method is None or method in BY_ENVIRONMENT:
+    if method in BY_ENVIRONMENT:
         return
     try:
         parts = urlsplit(method)

@@ -6,6 +6,7 @@ itself. Sums over shards are not rounded (gradients), or in the order of the sha
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,11 @@ class ExactSteps(PlainSteps):
             raise BadInput("exact", shards, f"a number of shards, 1 to {MOST_ADDENDS}")
         self.strategy, self.shards = strategy, shards
         self.training = self.training_class(strategy, shards)
-        self.evaluation = RoundRobin(strategy)
+
+    @cached_property
+    def evaluation(self) -> RoundRobin:
+        """What evaluates whole batches."""
+        return RoundRobin(self.strategy)
 
     def needs_group(self) -> bool:
         return self.strategy._num_ranks > 1

@@ -227,7 +227,7 @@ def try_step(strategy: DataParallel, module: LightningModule, batch: Any) -> Non
     layout = layout_of(module)
     seeded = seed_generators(strategy.root_device, layout, 0)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    total, relations = FixedPointSum(parameters, strategy.exact or 1), ShardedRelations(len(batch.rows))
+    relations = ShardedRelations(len(batch.rows))
     with set_aside(lambda: parameters), seeded, replicas.shard(0):
         if layout.relates_rows:  # what relates rows may change buffers, once a global batch
             with relations.shard():
@@ -237,5 +237,5 @@ def try_step(strategy: DataParallel, module: LightningModule, batch: Any) -> Non
         with relations.shard():
             loss, _ = module.shard_step(batch)
         loss.backward()
-        total.add()
+        FixedPointSum(parameters, strategy.exact or 1).add()
         statistics.take()

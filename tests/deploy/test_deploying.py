@@ -23,7 +23,8 @@ from deploy.int8.study import Study
 from deploy.latency import Latency
 from deploy.verify import read_back
 from harness.runs import folders
-from harness.runs.nets import save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import save_net
 from lit_modules.nets import Ensemble, LightNN, ResNet
 from tests.net_facts import facts
 from tests.processes import Run

@@ -27,7 +27,8 @@ from deploy.predict.predictor import Predictor
 from deploy.predict.raw import fit
 from experiments import kd, predict
 from harness.reports.samples import unpack_classes
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from lit_modules.nets import LightNN, RNNClassifier
 from tests.commands import Refusal, results
 from tests.launching import until

@@ -27,7 +27,8 @@ from deploy.export_folder import FOLDER, ONNX, PROGRAM, metadata
 from deploy.int8.options import data_of_run
 from deploy.net_path import net_path, teachers_beside
 from experiments import export, kd, predict
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from lit_modules.nets import LightNN, RNNClassifier, Torchvision
 from tests.commands import Refusal, results, start
 from tests.deploy import exporting

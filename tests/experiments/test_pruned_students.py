@@ -15,10 +15,8 @@ from harness.studies.text import language_model
 from tests import with_transformers
 from tests.commands import results
 from tests.deploy import exporting
+from tests.experiments.test_mixer_students import TEXT, check_processes_and_a_resume
 from tests.language_parts import save_llama
-
-TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
-
 
 GPT = [
     "--teacher", "GPT", "--teacher.num_layers", "4", "--teacher.num_heads", "2", "--teacher.embed_dim", "8",
@@ -32,10 +30,6 @@ def _flags(folder: Path, *more: str, teacher: list[str] = GPT) -> list[str]:
         *teacher, "--student", "Pruned", "--student.layers", "2", "--only", "ce", "kd", "--seeds", "1",
         "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "4", *more,
     ]  # fmt: skip
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_net(folder / "seed0" / "kd").state_dict()
 
 
 def test_students_begin_with_the_teachers_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,17 +49,7 @@ def test_students_begin_with_the_teachers_blocks(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 def test_processes_and_a_resume_change_nothing(tmp_path: Path) -> None:
-    exact = ["--exact", "2"]
-    kd.main(_flags(tmp_path, *exact, "--out", str(tmp_path / "one")))
-    kd.main(_flags(tmp_path, *exact, "--trainer.devices", "2", "--out", str(tmp_path / "two")))
-    expected = _weights(tmp_path / "one")
-    assert all(torch.equal(value, expected[key]) for key, value in _weights(tmp_path / "two").items())
-    written = [yaml.safe_load((tmp_path / run / "seed0" / "student.pruned.yaml").read_text()) for run in ("one", "two")]
-    assert written[0] == written[1]
-    for name in ("students.json", "students.ckpt", "student.pruned.yaml"):
-        (tmp_path / "two" / "seed0" / name).unlink()
-    kd.main(["--out", str(tmp_path / "two"), "--resume", "true", "--trainer.devices", "1"])
-    assert all(torch.equal(value, expected[key]) for key, value in _weights(tmp_path / "two").items())
+    check_processes_and_a_resume(tmp_path, _flags(tmp_path), "kd", "student.pruned.yaml")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from matplotlib.text import Text
 
 from apprentice.errors import BadInput
 from experiments import compare, kd
-from harness import cli
 from harness.reports.bakeoff.notes import notes
 from harness.reports.bakeoff.plots import picture
 from harness.reports.bakeoff.table import table
 from harness.reports.charts import Style, spread
 from harness.reports.combine import combine
+from harness.runs.arm_names import arm_names
 from harness.runs.plans import arms
 from harness.studies import zoo
 from lit_modules.nets import Outputs
@@ -120,7 +120,7 @@ def test_rows() -> None:
     variants, students = dict.fromkeys(("ce", "kd")), dict.fromkeys(("a", "b"))
 
     def rows(students: Any, *only: str) -> list[str]:
-        return list(cli.arm_names(Namespace(variants=variants, students=students, only=[*only] or None)))
+        return list(arm_names(Namespace(variants=variants, students=students, only=[*only] or None)))
 
     assert rows({}) == ["ce", "kd"]
     assert rows({}, "kd") == ["kd"]

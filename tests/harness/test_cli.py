@@ -23,6 +23,9 @@ from experiments import kd as experiment
 from harness import cli
 from harness.cli.classes import Classes
 from harness.cli.sources import flat
+from harness.runs.arm_names import NAMES, pick
+from harness.runs.options import OneSeedOptions, RunOptions
+from harness.runs.training_options import add_optimizer, add_trainer
 from harness.studies.metrics import MetricClasses
 from lit_modules import nets, objectives
 from strategies.base.rendezvous import RankTimeoutError
@@ -305,8 +308,8 @@ def test_trainers_share_nothing(kd):
 
 def test_only(kd):
     variants = parse(kd, "--data Digits").variants
-    assert list(cli.pick(variants, None)) == ["ce", "kd", "cosine", "hint"]
-    assert list(cli.pick(variants, ["hint", "ce", "ce"])) == ["ce", "hint"]
+    assert list(pick(variants, None)) == ["ce", "kd", "cosine", "hint"]
+    assert list(pick(variants, ["hint", "ce", "ce"])) == ["ce", "hint"]
 
 
 # What is refused: tests/frozen/wrong_inputs.yaml, and what depends on more than a line and a file
@@ -422,10 +425,10 @@ def test_resuming_does_not_ask_what_the_defaults_are_now(kd, run):
     other.add_choice("teacher", net, "LightNN")
     other.add_choice("student", net, "ResNet")
     kd9 = {"class_path": "Hinton", "temperature": 9}
-    other.add_variants("variants", cli.Classes((objectives.Objective,), objectives), {"kd": kd9, "x": "Hint"})
-    other.add_optimizer({"class_path": "SGD", "lr": 1}, apart=["teacher"])
+    other.add_variants("variants", cli.Classes((objectives.Objective,), objectives), {"kd": kd9, "x": "Hint"}, NAMES)
+    add_optimizer(other, {"class_path": "SGD", "lr": 1}, apart=["teacher"])
     other.add_choice("metric", MetricClasses(), "f1", on_resume=cli.FREE)
-    other.add_trainer(max_epochs=99, max_steps=4)
+    add_trainer(other, max_epochs=99, max_steps=4)
     one, same = (parser.as_dict(parse(parser, f"--out {run} --resume true")) for parser in (other, kd))
     for settings in (one, same):  # null for names that are those of defaults now
         settings["variants"] = {name: choice for name, choice in settings["variants"].items() if choice}
@@ -470,7 +473,20 @@ def test_arguments_that_a_text_marks_are_flags_on_the_command_line() -> None:
     """Those that there are: other libraries have their own words in backticks."""
     text = "none beside `exact`, or `out FOLDER`; `drop_last`, `data.pack false`, `unset RANK`, ``seeds``"
     flags = "none beside --exact, or --out FOLDER; `drop_last`, `data.pack false`, `unset RANK`, ``seeds``"
-    assert cli.as_flags(text, cli.Parser("kd.py")) == flags
+    assert cli.as_flags(text, cli.Parser("kd.py", "", RunOptions)) == flags
+
+
+@pytest.mark.parametrize(
+    "flags", ["--out {}", "--out={}", "--only ce {}", "--data.root {}", "--config {}", "--config file"]
+)
+def test_no_text_has_a_nul(kd, tmp_path, monkeypatch, flags):
+    """Which no path can have: the system's functions would end in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text('data: {class_path: MNIST, init_args: {root: "a\\0b"}}')
+    with pytest.raises(BadInput) as caught:
+        kd.parse([word.format("a\0b") for word in flags.split()])
+    flag = "data.root" if flags.endswith("file") else flags[2:].replace("=", " ").split()[0]
+    assert str(caught.value) == f"{flag} a\\0b: expected text without the character NUL"
 
 
 GO_ON = "--out FOLDER --resume true goes on from its checkpoint, if it left one"
@@ -575,7 +591,7 @@ def test_an_option_that_is_refused_when_it_is_used_is_told_by_its_flag(kd, refus
 
 
 @dataclass
-class Quick(cli.OneSeedOptions):
+class Quick(OneSeedOptions):
     """Options.
 
     Args:
@@ -605,7 +621,7 @@ def test_quick_changes_what_is_not_given_even_if_that_is_the_default(tmp_path, l
 
 def test_another_experiment_needs_few_lines():
     @dataclass
-    class Options(cli.RunOptions):
+    class Options(RunOptions):
         """Options.
 
         Args:

@@ -14,11 +14,11 @@ import pytest
 
 from apprentice.errors import BadInput
 from experiments import attention, comm, export, gpt, hardware, kd, pipeline, predict, quantize
-from harness.cli import RunOptions
 from harness.cli.declarations import Group
 from harness.cli.messages import USUAL
 from harness.cli.signatures import options_of
 from harness.cli.sources import flat
+from harness.runs.options import RunOptions
 from harness.studies.text.options import TextOptions
 
 EXPERIMENTS = (kd, gpt, quantize, predict, export, hardware, pipeline, comm, attention)

@@ -12,7 +12,8 @@ from torchvision import models
 from apprentice.errors import BadInput
 from datamodules import Digits, LabelledText
 from datamodules.preparation import Preparation
-from harness.runs.nets import load_net, read_classes, read_facts, read_spec, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, read_classes, read_facts, read_spec, save_net
 from lit_modules.nets import LightNN, Net, Timm, Torchvision
 from lit_modules.nets.weights import load_weights
 from tests.net_facts import facts

@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from experiments import kd
 from harness import cli
 from harness.runs import progress
+from harness.runs.options import RunOptions
 from harness.runs.plans import FitPlan
 from harness.runs.progress import Display, Lines, estimate_rest, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
+from harness.runs.training_options import add_trainer
 from tests.processes import Run
 from tests.terminal import on_terminal
 from tests.training import classifier, digits, distillation, fit
@@ -119,8 +121,8 @@ class Trainers:
     def __init__(self, *flags: str) -> None:
         from harness.runs.trainer import trainer_factory
 
-        parser = cli.Parser("x.py")
-        parser.add_trainer(accelerator="cpu", max_epochs=1, logger=False)
+        parser = cli.Parser("x.py", "", RunOptions)
+        add_trainer(parser, accelerator="cpu", max_epochs=1, logger=False)
         self.make = trainer_factory(parser.parse(list(flags)).trainer, None)
 
     def __call__(self, **kwargs: Any) -> Trainer:

@@ -21,7 +21,8 @@ from apprentice.errors import BadInput
 from experiments import compare
 from harness.cli.messages import one_line_errors
 from harness.runs import files, folders, safepoints
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from harness.runs.records import FORMAT, FitRecord
 from harness.studies.text.vocabularies import read_vocabulary
 from lit_modules.nets import LightNN

@@ -22,7 +22,9 @@ from apprentice.errors import BadInput
 from apprentice.weights import check_weights
 from experiments import kd
 from harness import cli
+from harness.runs.options import RunOptions
 from harness.runs.trainer import trainer_factory
+from harness.runs.training_options import Strategies, add_trainer
 from lit_modules.nets import Torchvision
 from lit_modules.nets.weights import load_weights
 from lit_modules.objectives import CrossEntropy
@@ -42,8 +44,8 @@ HERE = __name__
 
 @pytest.fixture(scope="module")
 def command() -> cli.Parser:
-    parser = cli.Parser("mine.py")
-    parser.add_trainer(accelerator="cpu", enable_progress_bar=False, logger=False)
+    parser = cli.Parser("mine.py", "", RunOptions)
+    add_trainer(parser, accelerator="cpu", enable_progress_bar=False, logger=False)
     return parser
 
 
@@ -99,7 +101,7 @@ def test_the_same_name_again_keeps_options_and_another_drops_them(command: cli.P
 
 
 def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -> None:
-    family = cli.Strategies(names=strategies.NAMES)
+    family = Strategies(names=strategies.NAMES)
 
     def options(name: str) -> set[str]:
         return set(family.choose(name).init_args)
@@ -118,7 +120,7 @@ def test_options_are_those_that_the_command_line_can_give(command: cli.Parser) -
 
 @pytest.mark.parametrize("name", strategies.NAMES)
 def test_class_paths_are_those_of_earlier_runs(name: str) -> None:
-    choice = cli.Strategies(names=strategies.NAMES).choose(name)
+    choice = Strategies(names=strategies.NAMES).choose(name)
     assert choice.class_path == strategies.NAMES[name][0]
     assert resolve_name(choice.class_path).__name__ == choice.name
     if name in EARLIER:

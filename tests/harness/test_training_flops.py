@@ -66,7 +66,6 @@ def test_phases_have_the_batches_that_they_trained_on(tmp_path: Path) -> None:
     data = text(tmp_path)
     module = aligned(data, Linearize(0.4))
     fit(module, data, max_epochs=2, callbacks=[StopAt("a", 7)])
-    assert module.stopped["a"]["steps"] == 7
     trained = LearnedBatches.of(data, module.stopped["a"]["samples"])
     batch = data.typical_batch().batch
     steps = module.timed_steps("a", batch)

@@ -12,7 +12,8 @@ from apprentice.errors import BadInput
 from datamodules import Digits
 from datamodules.splits import Split
 from experiments import kd
-from harness.runs.nets import load_net, read_classes, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, read_classes, save_net
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, ResNet, class_order, reorder_classes
 from lit_modules.objectives import Hinton

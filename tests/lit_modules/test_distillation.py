@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from apprentice.batch import Batch
 from apprentice.errors import BadInput
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, LightNN, Outputs, ResNet

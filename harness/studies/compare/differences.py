@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.cli.options import RunOptions
 from harness.cli.resuming import CALL, rules_of
 from harness.reports.bakeoff.objectives import objectives
 from harness.reports.settings import OF_TABLE, settings, write_value
 from harness.reports.tables import NONE, join_words
+from harness.runs.options import RunOptions
 from harness.studies.compare.fairness import changed_nets, idle_settings, known_by_content, same
 from harness.studies.compare.runs import FinishedRun
 

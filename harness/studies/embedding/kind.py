@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules.base import InMemoryData
-from harness import cli
 from harness.reports.html import Section
 from harness.reports.results import Results
+from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
@@ -77,7 +77,7 @@ class EmbeddingKind(DataKind):
             states = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
             self._brings_weights[key] = all(torch.equal(one, other) for one, other in states)
             if self._brings_weights[key]:
-                name = cli.choice_at(session.config, key).name
+                name = choice_at(session.config, key).name
                 session.tell(f"{key} {name}: its weights depend on no seed, so they are taken as trained")
         return self._brings_weights[key]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.cli import RunOptions
+from harness.runs.options import RunOptions
 
 
 @dataclass

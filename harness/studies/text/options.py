@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from apprentice.errors import BadInput
-from harness.cli import Limit, RunOptions, at_least, option
+from harness.cli import Limit, at_least, option
+from harness.runs.options import RunOptions
 from lit_modules.objectives.top_k import Tail
 from lit_modules.text.stored_teacher import Stored
 

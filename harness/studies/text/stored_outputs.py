@@ -7,10 +7,11 @@ from typing import Any, cast
 
 from apprentice.errors import BadInput
 from datamodules.text.base import TextData
-from harness import cli
+from harness.runs.arm_names import choice_at
+from harness.runs.facts import spec
 from harness.runs.files import read_text, write_text
 from harness.runs.launch import is_main_process
-from harness.runs.nets import read_spec, save_net, spec
+from harness.runs.nets import read_spec, save_net
 from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
@@ -146,7 +147,7 @@ class StoredOutputs:
         None if outputs are not stored.
         """
         if self.is_on and seed not in self._sources:
-            chosen, config = cli.choice_at(self.config, TEACHER), self.config
+            chosen, config = choice_at(self.config, TEACHER), self.config
             options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
             options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
             is_known = has_trained_teacher(self.session)

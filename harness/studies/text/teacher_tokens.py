@@ -12,7 +12,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from datamodules.text.base import TextData
 from datamodules.text.vocabulary import token_texts
-from harness import cli
+from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm
 from harness.runs.session import TOKENIZER, Session, load_data
 from harness.studies.choices import is_from_teacher
@@ -68,7 +68,7 @@ class TeacherTokens:
         for arm in arms:
             objective = arm.objective(session.config)
             if is_from_teacher(session.config, arm.net):
-                made = cli.choice_at(session.config, arm.net).name
+                made = choice_at(session.config, arm.net).name
                 raise BadInput(TOKENIZER, name, f"not allowed with `{arm.net} {made}`, whose tokens are the teacher's")
             texts = of_texts(objective)
             if (objective.uses_teacher or texts.teacher_writes) and not texts.any_tokenizer:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning.pytorch import Trainer
 
 from apprentice.errors import BadInput
-from harness import cli
-from harness.cli.arm_names import VARIANTS
+from harness.runs.arm_names import VARIANTS, pick
 from harness.runs.callbacks import check_callbacks
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
@@ -62,7 +61,7 @@ class Variants(SideBySide):
 
     def __init__(self, session: Session) -> None:
         config = session.config
-        super().__init__(session, arms_of(cli.pick(config.variants, config.only)))
+        super().__init__(session, arms_of(pick(config.variants, config.only)))
 
     def module(self, seed: int, arms: Iterable[Arm]) -> LanguageModels:
         """Build the module of some arms."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from harness.cli import FREE, MOST_SEEDS, RunOptions, at_least, option
-from harness.cli.options import list_seeds
+from harness.cli import FREE, at_least, option
+from harness.runs.options import MOST_SEEDS, RunOptions, list_seeds
 
 TUNE = {"tune": "N"}
 

@@ -14,9 +14,11 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness import cli
 from harness.cli.messages import near
-from harness.cli.yamls import read_value
+from harness.cli.sources import read_value
 from harness.reports.tables import join_words
+from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm
+from harness.runs.training_options import scheduler_factory
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 from lit_modules.schedules import build_scheduler, nominal
@@ -76,7 +78,7 @@ def rates_key(config: Namespace) -> str:
 def _optimizer_spaces(config: Namespace) -> dict[str, Space]:
     """Return learning rate and weight decay, as far as the chosen optimizer has them."""
     key = rates_key(config)
-    options = {**cli.choice_at(config, key).signature.defaults, **cli.choice_at(config, key).init_args}
+    options = {**choice_at(config, key).signature.defaults, **choice_at(config, key).init_args}
     of_optimizer: dict[str, Space] = {}
     if isinstance(rate := options.get("lr"), int | float) and rate > 0:
         of_optimizer[f"{key}.lr"] = Log(rate / AROUND, rate * AROUND)
@@ -117,7 +119,7 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
 def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) -> None:
     """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
     key = rates_key(config)
-    choice = cli.choice_at(config, key) if arm is None else arm.method
+    choice = choice_at(config, key) if arm is None else arm.method
     candidate = cli.Choice(choice.class_path, {**choice.init_args, option: convert(choice, option, value)})
     if arm is None:
         layer = nn.Linear(2, 2)
@@ -137,7 +139,7 @@ def _keeps_rates(config: Namespace) -> bool:
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(layers, (0.1, 0.2), strict=True)]
     optimizer = cli.factory(config.optimizer, OPTIMIZER)(groups)
-    scheduler, _ = build_scheduler(cli.scheduler_factory(config.scheduler, "scheduler"), optimizer, nominal())
+    scheduler, _ = build_scheduler(scheduler_factory(config.scheduler, "scheduler"), optimizer, nominal())
     first, second = scheduler.get_last_lr()
     return bool(first != second)
 
@@ -169,7 +171,7 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
         for name, value in values.items():
             if name.startswith(f"{key}."):
                 short = name.removeprefix(f"{key}.")
-                optimizer[short] = convert(cli.choice_at(config, key), short, value)
+                optimizer[short] = convert(choice_at(config, key), short, value)
             else:
                 chosen[name] = convert(arm.method, name, value)
         method = cli.Choice(arm.method.class_path, chosen)
@@ -183,7 +185,7 @@ def draw(config: Namespace, arm: Arm, count: int, seed: int) -> list[Arm]:
 def options(config: Namespace, arm: Arm, names: Mapping[str, Space]) -> dict[str, Any]:
     """Return the values of the options that are searched, as they are written down."""
     key = rates_key(config)
-    everything = cli.choice_at(arm.settings(config), key)
+    everything = choice_at(arm.settings(config), key)
     usual = {**everything.signature.defaults, **everything.init_args}
     of_optimizer = {f"{key}.{name}": value for name, value in usual.items()}
     values = {name: {**arm.method.init_args, **of_optimizer}[name] for name in names}

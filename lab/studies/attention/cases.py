@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.arm_names import pick
+from harness.runs.options import OneSeedOptions
 
 BACKENDS = ("auto", "math", "flash", "efficient", "cudnn", "flex")
 PARTS = ("kernels", "blocks", "layers", "tutorial", "profile")
@@ -24,7 +26,7 @@ COUNT = cli.Limit(lambda value: value >= 1, "at least 1")
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of the study; sizes that are not given fit the device."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -133,9 +135,9 @@ SIZES = {
 def all_cases(options: Namespace, device: str) -> list[Case]:
     """Return all cases for a kind of device, cpu or cuda, in the order of the tables."""
     lengths, block_lengths, tokens, tutorials_dtype = SIZES[device]
-    parts = cli.pick(dict.fromkeys(PARTS), options.parts, "parts")
-    backends = cli.pick(dict.fromkeys(BACKENDS), options.backends, "backends")
-    dtypes = cli.pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
+    parts = pick(dict.fromkeys(PARTS), options.parts, "parts")
+    backends = pick(dict.fromkeys(BACKENDS), options.backends, "backends")
+    dtypes = pick(dict.fromkeys(DTYPES), options.dtypes, "dtypes")
 
     def cases_of(part: str, lengths: Sequence[int]) -> Iterator[Case]:
         for dtype, backward, length in product(dtypes, (False, True), lengths):

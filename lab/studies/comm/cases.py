@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.arm_names import pick
+from harness.runs.options import OneSeedOptions
 from lab.studies.comm.operations import ITEM, OPERATIONS, Operation
 from strategies.base.data_parallel import LONGEST
 
@@ -15,7 +17,7 @@ LARGEST = 2**32  # bytes: a rank has a few buffers of each size
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of the study."""
 
     sizes: list[int] = cli.option(lambda: [2**power for power in range(10, 27, 2)], on_resume=cli.GROWS)
@@ -87,7 +89,7 @@ def all_cases(
     return [
         Case(backend, name, group, ranks, count)
         for backend in backends
-        for name, operation in cli.pick(OPERATIONS, operations).items()
+        for name, operation in pick(OPERATIONS, operations).items()
         if operation.reduces_all or not backend.only_all_reduce
         for group, ranks in groups.items()
         for count in dict.fromkeys(-(-size // (ITEM * len(ranks))) * len(ranks) * operation.sends for size in sizes)

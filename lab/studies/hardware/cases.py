@@ -8,7 +8,9 @@ from lightning.pytorch import LightningModule
 
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.arm_names import pick
 from harness.runs.trainer import MakeTrainer
+from harness.runs.training_options import Strategies
 from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 from strategies import FSDP, NAMES
 
@@ -35,7 +37,7 @@ class Cases:
     """
 
     def __init__(self, trainer: cli.Choice, exact: int | None) -> None:
-        self._trainer, self._family = trainer, cli.Strategies()
+        self._trainer, self._family = trainer, Strategies()
         left_out = dict.fromkeys(DURATION, "`steps` says how long a row is measured")
         self.devices = probe(trainer, "auto", left_out).num_devices
         if exact is not None and exact < self.devices:
@@ -53,7 +55,7 @@ class Cases:
 
     def pick(self, only: Sequence[str] | None) -> tuple[list[Case], dict[str, str]]:
         """Return the cases to measure, one process first; and why others, that the user doesn't name, are skipped."""
-        picked = cli.pick(self.by_name, only).values()
+        picked = pick(self.by_name, only).values()
         for case in picked:
             if case.unfit and (only is not None or case.name == self._user_strategy):
                 flag = "trainer.strategy" if only is None else "only"

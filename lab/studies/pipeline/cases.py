@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from apprentice.errors import BadInput
 from harness import cli
+from harness.runs.options import OneSeedOptions
 from harness.runs.trainer import MakeTrainer
 from lab.studies.isolation import DURATION, TIMEOUT, probe, with_strategy
 
@@ -20,7 +21,7 @@ COUNT = cli.Limit(lambda value: 1 <= value <= MAX_COUNT, f"at least 1, at most {
 
 
 @dataclass
-class Options(cli.OneSeedOptions):
+class Options(OneSeedOptions):
     """Options of the study; sizes are the tutorial's."""
 
     batch_size: int = cli.option(120, COUNT)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from harness.studies.choices import check_weights_type
 from harness.studies.text.costs import cache_bytes, check_decoding, decoding_ms
 from lit_modules.nets import GPT, ViT

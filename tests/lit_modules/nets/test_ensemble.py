@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from apprentice.errors import BadInput
 from experiments import kd
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Ensemble, LightNN, Outputs, ResNet, ViT, check_fits, run
 from lit_modules.nets.classes import check_classes

@@ -21,7 +21,8 @@ from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules import Text
 from experiments import kd
-from harness.runs.nets import load_net, save_net, spec
+from harness.runs.facts import spec
+from harness.runs.nets import load_net, save_net
 from harness.runs.quiet import quiet
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation

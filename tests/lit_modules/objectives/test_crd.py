@@ -19,19 +19,7 @@ from strategies import PipelineStrategy
 from tests.callbacks import SaveAndStop
 from tests.formulas import assert_equal
 from tests.grids import mostly_slow
-from tests.training import (
-    Outcome,
-    assert_agree,
-    assert_same,
-    digits,
-    distil,
-    fit,
-    net,
-    on,
-    outcome,
-    trainer,
-    weights,
-)
+from tests.training import Outcome, assert_agree, assert_same, digits, distil, fit, net, on, outcome, trainer, weights
 
 SAMPLES = 75  # in batches of 37, the last of which has one row: ranks are empty
 MADE: dict[str, Callable[[], Objective]] = {"crd": CRD, "few": lambda: Sum([CRD(negatives=20)])}

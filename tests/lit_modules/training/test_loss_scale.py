@@ -32,18 +32,7 @@ from tests.callbacks import Notes, SaveAndStop
 from tests.grids import mostly_slow
 from tests.ranks import in_ranks
 from tests.strategies.test_fsdp import Foreign
-from tests.training import (
-    VARIANTS,
-    LinesLogger,
-    assert_same,
-    digits,
-    distil,
-    distillation,
-    fit,
-    net,
-    trainer,
-    weights,
-)
+from tests.training import VARIANTS, LinesLogger, assert_same, digits, distil, distillation, fit, net, trainer, weights
 
 HUGE = 2.0**26  # too large for the first steps of every student
 

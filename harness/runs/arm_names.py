@@ -1,4 +1,4 @@
-"""Names of a comparison's arms: each method of `--variants` for each net of `--students`, as `--only` picks them."""
+"""Names of a comparison's arms: each method of `variants` for each net of `students`, as `only` picks them."""
 
 import re
 from argparse import Namespace
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from apprentice.errors import BadInput
+from harness.cli.declarations import Names
 from harness.cli.messages import near
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ class ArmName(NamedTuple):
     """The name of an arm, a net that learns by a method, by those of both."""
 
     variant: str
-    student: str | None = None  # its name in --students
+    student: str | None = None  # its name in `students`
 
     @property
     def name(self) -> str:
@@ -40,7 +41,7 @@ def is_reserved(name: str) -> bool:
 def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "only") -> dict[str, T]:
     """Pick the variants of `only` in their own order; all if it is None, BadInput for an unknown name or none."""
     if only and not variants:
-        raise BadInput(flag, only[0], f"--{VARIANTS}.NAME CLASS beside it, of which there is none")
+        raise BadInput(flag, only[0], f"`{VARIANTS}.NAME CLASS` beside it, of which there is none")
     for name in only or ():
         if name not in variants:
             apart = f"; near: {name.replace(',', ' ')}" if "," in name else near(name, variants)
@@ -51,10 +52,10 @@ def pick(variants: Mapping[str, T], only: Sequence[str] | None, flag: str = "onl
 
 
 def arm_names(config: Namespace) -> dict[str, ArmName]:
-    """Return the arms of `--only` by name; with `--students`, a variant's name stands for all of its arms.
+    """Return the arms of `only` by name; with `students`, a variant's name stands for all of its arms.
 
     Raises:
-        BadInput: two arms have one name, or `--only` has a name that is neither an arm's nor a variant's.
+        BadInput: two arms have one name, or `only` has a name that is neither an arm's nor a variant's.
     """
     settings = vars(config)
     students, variants = settings.get(STUDENTS) or {}, settings.get(VARIANTS) or {}
@@ -72,7 +73,7 @@ def arm_names(config: Namespace) -> dict[str, ArmName]:
 
 
 def list_used(config: Namespace, key: str) -> list[str]:
-    """List the names of the choices at a key that the arms of `--only` use; all names where arms don't choose."""
+    """List the names of the choices at a key that the arms of `only` use; all names where arms don't choose."""
     if key not in {STUDENTS, VARIANTS}:
         return list(vars(config)[key])
     names = (arm.student if key == STUDENTS else arm.variant for arm in arm_names(config).values())
@@ -83,3 +84,6 @@ def choice_at(config: Namespace, key: str) -> Any:
     """Return the choice at a key, which may be one of several by names: `students.small`."""
     first, _, name = key.partition(".")
     return vars(config)[first][name] if name else vars(config)[first]
+
+
+NAMES = Names(is_reserved, RESERVED, list_used)

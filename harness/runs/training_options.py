@@ -1,16 +1,19 @@
-"""The strategies, optimizers and schedulers to choose from, and checks of values that Lightning and torch accept."""
+"""The options of Lightning's Trainer, and the strategies, optimizers and schedulers to choose from.
+
+Beside what their types tell, values are checked that Lightning and torch accept, and nothing is trained with.
+"""
 
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pkgutil import resolve_name
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, callbacks, loggers, strategies
+from lightning.pytorch import Callback, Trainer, callbacks, loggers, strategies
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
@@ -20,23 +23,26 @@ from apprentice.errors import BadInput
 from harness.cli.classes import Choice, Chosen, Classes, factory, refusals
 from harness.cli.messages import near
 from harness.cli.options import Limit, at_least
-from harness.cli.signatures import options_of
+from harness.cli.parser import Parser
+from harness.cli.resuming import FIXED, FREE, OnResume
+from harness.cli.signatures import Signature, options_of
 from lit_modules.schedules import CosineWarmup, MakeScheduler, build_scheduler, nominal
 from strategies import NAMES
+from strategies.ddp import DDP
 
 OWNED = {  # arguments of the Trainer that the experiment sets, and what to do instead
-    "barebones": "not allowed, as a run has curves and checkpoints; --trainer.logger false writes fewer files",
-    "default_root_dir": "--out FOLDER in its place",
+    "barebones": "not allowed, as a run has curves and checkpoints; `trainer.logger false` writes fewer files",
+    "default_root_dir": "`out FOLDER` in its place",
     "enable_autolog_hparams": "not allowed, as loggers always have the hyperparameters",
-    "enable_checkpointing": "not allowed, as a run keeps its own checkpoints; --checkpoint_every SECONDS says when",
-    "fast_dev_run": "--trainer.max_epochs 1 --trainer.limit_train_batches 1, and 1 for limit_val_batches and "
+    "enable_checkpointing": "not allowed, as a run keeps its own checkpoints; `checkpoint_every SECONDS` says when",
+    "fast_dev_run": "`trainer.max_epochs 1` `trainer.limit_train_batches 1`, and 1 for limit_val_batches and "
     "limit_test_batches, in its place: it would leave no table",
     "inference_mode": "not allowed, as nets are always tested in inference mode",
-    "limit_predict_batches": "--trainer.limit_test_batches, whose predictions the run keeps",
-    "model_registry": "not allowed, as a run writes into --out FOLDER alone",
-    "overfit_batches": "--data.train_size N in its place: the same N samples in each epoch",
+    "limit_predict_batches": "`trainer.limit_test_batches`, whose predictions the run keeps",
+    "model_registry": "not allowed, as a run writes into `out FOLDER` alone",
+    "overfit_batches": "`data.train_size N` in its place: the same N samples in each epoch",
     "reload_dataloaders_every_n_epochs": "not allowed, as one loader serves all epochs, each in its own order",
-    "sync_batchnorm": "not allowed, as BatchNorm has the global batch's statistics anyway, a shard's with --exact",
+    "sync_batchnorm": "not allowed, as BatchNorm has the global batch's statistics anyway, a shard's with `exact`",
     "use_distributed_sampler": "not allowed, as the data module deals samples to ranks",
 }
 # Arguments of strategies that the Trainer passes, that are objects, or that have a flag of their own.
@@ -82,7 +88,7 @@ LOGGERS = Classes((Logger,), loggers, is_switch=True)  # beside TensorBoard's, w
 
 @dataclass(frozen=True)
 class Strategies(Classes):
-    """What `--trainer.strategy` chooses from; names that only Lightning looks up stay text."""
+    """What `trainer.strategy` chooses from; names that only Lightning looks up stay text."""
 
     bases: tuple[type, ...] = (Strategy,)
     package: ModuleType = strategies
@@ -132,7 +138,7 @@ class Strategies(Classes):
         return max(fitting, key=lambda name: len(options[name]), default=chosen.class_path)
 
     def exact(self, chosen: Chosen) -> bool:
-        """Return whether a choice can have `--exact`: its class takes it."""
+        """Return whether a choice can have `exact`: its class takes it."""
         target = chosen.target if isinstance(chosen, Choice) else Strategy
         return "exact" in options_of(target).hints
 
@@ -148,8 +154,55 @@ def scheduler_factory(choice: Choice, key: str) -> MakeScheduler:
     return partial(factory(replace(choice, init_args=others), key), **parts)
 
 
-def check_optimizer(config: Namespace, optimizer_flag: str, scheduler_flag: str) -> None:
+def add_trainer(
+    parser: Parser,
+    *,
+    loggers: bool = True,
+    on_resume: Mapping[str, OnResume] = MappingProxyType({}),
+    idle: Iterable[str] = (),
+    **defaults: Any,
+) -> None:
+    """Add `trainer.OPTION` for Lightning's Trainer, with options below its strategy and callbacks.
+
+    `defaults` are in place of the Trainer's own, `idle` options do nothing here. `trainer.logger` switches ours, and
+    names others where there are `loggers`. `on_resume` says how options that results depend on may change.
+    """
+    parser.idle |= {f"trainer.{name}" for name in idle}
+    parser.classes |= {"trainer.callbacks": CALLBACKS, "trainer.strategy": Strategies()}
+    parser.unchosen["trainer.strategy"] = DDP
+    if loggers:
+        parser.classes["trainer.logger"] = LOGGERS
+    rules = {**dict.fromkeys(ANY_ON_RESUME, FREE), **on_resume}
+    parser.add_class("trainer", _trainer_options(loggers), {"logger": True, **defaults}, rules)
+    parser.add_check(check_trainer)
+
+
+@cache
+def _trainer_options(loggers: bool) -> Signature:
+    return Signature(Trainer, OWNED, TYPES if loggers else {**TYPES, "logger": bool})
+
+
+def add_optimizer(
+    parser: Parser, default: Any = "Adam", scheduler_on_resume: OnResume = FIXED, apart: Sequence[str] = ()
+) -> None:
+    """Add `optimizer` and `scheduler`: torch's classes, tried out on a dummy net when parsed.
+
+    Nets that may be trained `apart`, such as a teacher, have `NAME_optimizer` and `NAME_scheduler` beside them.
+    """
+    for prefix in ("", *(f"{name}_" for name in apart)):
+        for key, (classes, about) in RATES.items():
+            rule = scheduler_on_resume if prefix + key == "scheduler" else FIXED
+            chosen = default if prefix + key == "optimizer" else None
+            same = key if prefix else ""
+            parser.add_choice(prefix + key, classes, chosen, defaults_from=same, about=about, on_resume=rule)
+        parser.add_check(partial(check_optimizer, prefix=prefix))
+
+
+def check_optimizer(config: Namespace, prefix: str = "") -> None:
     """Make a dummy net's optimizer and scheduler; raise BadInput for what they refuse, or a rate of 0."""
+    optimizer_flag, scheduler_flag = (prefix + key if vars(config)[prefix + key] else key for key in RATES)
+    if prefix and (optimizer_flag, scheduler_flag) == tuple(RATES):  # checked without the prefix
+        return
     optimizer, scheduler = vars(config)[optimizer_flag], vars(config)[scheduler_flag]
     rate = optimizer.init_args.get("lr")
     if rate == 0:
@@ -166,12 +219,13 @@ def check_optimizer(config: Namespace, optimizer_flag: str, scheduler_flag: str)
                 build_scheduler(scheduler_factory(scheduler, scheduler_flag), steps, nominal())[0].step()
 
 
-def check_trainer(options: Mapping[str, Any]) -> None:
+def check_trainer(config: Namespace) -> None:
     """Raise BadInput for the first of the Trainer's options with which nothing is trained, or without an end."""
+    options = config.trainer.init_args
     for name, limit in LIMITS.items():
         value = options.get(name)
         if isinstance(value, int | float) and not limit.holds(value):
             raise BadInput(f"trainer.{name}", value, limit.expected)
     ends = any(options.get(name) is not None for name in ("max_time", "callbacks"))
     if options.get("max_epochs") == -1 and options.get("max_steps") == -1 and not ends:
-        raise BadInput("trainer.max_epochs", -1, "--trainer.max_steps or --trainer.max_time beside it")
+        raise BadInput("trainer.max_epochs", -1, "`trainer.max_steps` or `trainer.max_time` beside it")
