@@ -33,9 +33,10 @@ class Embedder(Net):
     def __init__(self, net: nn.Module, input_shape: Sequence[int] = (3, 32, 32), width: int | None = None) -> None:
         super().__init__()
         net = copy.deepcopy(net)  # whoever has the classifier keeps it
+        self.unused_weights = getattr(net, "unused_weights", ())  # in files of the whole net
         if not getattr(net, "embeds", False):
             classifier = leave_out_classifier(net)
-            self.unused_weights = f"net.{classifier}.", f"{classifier}."  # in files of the whole net
+            self.unused_weights = f"net.{classifier}.", f"{classifier}."
         self.net, self.head, self.pooled_layer = net, nn.Sequential(), "head<"
         if isinstance(net, Net):
             if feature_layer := getattr(net, "feature_layer", ""):  # a net of others may name none
