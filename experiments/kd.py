@@ -177,7 +177,7 @@ class KD(BakeOff):
         students, optimizers, arms = {}, {}, list(arms)
         teacher = self.kind.prepare_teacher(session, teacher, arms)
         for arm in arms:
-            objective = arm.objective(config)
+            objective = self.kind.prepare_objective(arm.objective(config), teacher)
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
             if is_from_teacher(config, arm.net):

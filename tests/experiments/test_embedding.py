@@ -27,6 +27,7 @@ from tests.training import assert_same
 
 SIZES = ["--data.train_size", "200", "--data.test_size", "100"]
 EMBED = ["--data", "Digits", "--data.task", "embedding", *SIZES, "--teacher", "LightNN", "--trainer.max_epochs", "2"]
+SEVERAL = ["--teachers.big", "DeepNN", "--taught_by.cosine", "{teacher: 1, big: 1}"]
 QUEUE = ["--variants.queue.queue", "50"]
 
 finished = run_of(kd, *EMBED, *QUEUE, "--seeds", "2", "--only", "untrained", "cosine", "queue", "tokens")
@@ -169,7 +170,12 @@ def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
         ([QUEUE[0], "200"], "--variants.queue.queue 200: expected fewer than the 200 training samples"),
         (
             ["--teachers.big", "DeepNN", "--taught_by.cosine", "big"],
-            "--teachers.big DeepNN: not allowed with --data.task embedding",
+            "--taught_by.cosine teacher-big: expected teacher among its teachers, whose neighbours judge all students",
+        ),
+        ([*SEVERAL, "--embed", "teacher"], "--embed teacher: expected own beside 0.5 teacher and 0.5 teacher-big"),
+        (
+            ["--teachers.big", f"{__name__}.Elsewhere", *SEVERAL[2:]],
+            "--data.mean [0.3049]: expected [0.5], with which the weights of --teachers.big were trained",
         ),
         (["--zoo", "true"], "--zoo true: not allowed with --data.task embedding"),
         (["--metric", "f1"], "--metric f1: not allowed with --data.task embedding"),
@@ -194,6 +200,30 @@ class Pretrained(LightNN):
         super().__init__(input_shape, num_classes)
         other = with_seed(7, lambda: LightNN(input_shape, 10))
         self.features.load_state_dict(other.features.state_dict())
+
+
+class Elsewhere(Pretrained):
+    """Has learnt from images of another mean: no net is given those of another one."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int = 10) -> None:
+        super().__init__(input_shape, num_classes)
+        self.expects = {"mean": (0.5,), "std": (0.5,)}
+
+
+@torch.no_grad()
+def test_a_student_of_several_teachers_is_judged_by_the_first(tmp_path: Path) -> None:
+    """One teacher learns from the labels, the other brings its weights."""
+    run = tmp_path / "run"
+    others = ["--teachers.big", f"{__name__}.Pretrained", *SEVERAL[2:], "--only", "untrained", "cosine", "--seeds", "1"]
+    kd.main([*EMBED, "--teacher", "DeepNN", *others, "--out", str(run)])
+    saved, (queries, _) = results(run), samples("test")
+    judge = Embedder(load_net(run / "seed0" / "teacher"), (1, 8, 8)).eval()(queries)
+    for name in ("cosine", "teacher-big"):
+        vectors = load_net(run / "seed0" / name)(queries)
+        row = {**saved["students"], **saved["more_teachers"]}[name]
+        assert row["test_neighbours"][0] == pytest.approx(float(shared_neighbours(vectors, judge).mean()), abs=0.01)
+    assert saved["students"]["cosine"]["parameters"] == saved["students"]["untrained"]["parameters"]
+    assert "cosine: taught by 0.5 teacher and 0.5 teacher-big" in (run / "results.md").read_text()
 
 
 def test_folders_need_no_classes_and_a_net_that_brings_weights_is_not_trained(
