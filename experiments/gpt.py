@@ -102,7 +102,7 @@ def parser() -> cli.Parser:
         "net", net, "GPT", fixed=arguments_set_by_data, replaced_by="variants", about="the net, if it is one alone"
     )
     parser.add_variants("variants", net, {}, fixed=arguments_set_by_data, about="one more net, to compare")
-    parser.add_recipes("zoo", lambda: {True: {"variants": zoo_variants()}})
+    parser.add_recipes("zoo", lambda _: {True: {"variants": zoo_variants()}})
     parser.add_recipes("tune", {...: BY_EPOCHS})
     parser.add_class("model", LitLanguageModel, skip={"net", "tokens_per_character", "compiled", "seed"})
     steps: dict[str, Any] = {"max_epochs": -1, "max_steps": 800}

@@ -133,8 +133,8 @@ def parser() -> cli.Parser:
     parser.add_variants("students", net, {}, fixed=arguments_set_by_data)
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, about="one more student")
-    parser.add_recipes("only", lambda: import_module(ZOO).recipes_of_one(variants))
-    parser.add_recipes("zoo", lambda: {True: {"variants": import_module(ZOO).methods(variants)}})
+    parser.add_recipes("only", lambda flags: import_module(ZOO).recipes_of_one(variants, flags.get("data.task")))
+    parser.add_recipes("zoo", lambda flags: import_module(ZOO).recipes_of_all(variants, flags.get("data.task")))
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     parser.add_optimizer(scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     judged = cli.OnResume(why="what is tested is tested once")
@@ -145,7 +145,7 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
-    parser.add_recipes("data.task", settings_by_task)
+    parser.add_recipes("data.task", lambda _: settings_by_task())
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
     parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless=["data.path"], choices={"data": "Chat"})

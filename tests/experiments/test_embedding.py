@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from apprentice.keyed import with_seed
 from datamodules import Digits
@@ -177,7 +178,6 @@ def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
             ["--teachers.big", f"{__name__}.Elsewhere", *SEVERAL[2:]],
             "--data.mean [0.3049]: expected [0.5], with which the weights of --teachers.big were trained",
         ),
-        (["--zoo", "true"], "--zoo true: not allowed with --data.task embedding"),
         (["--metric", "f1"], "--metric f1: not allowed with --data.task embedding"),
     ],
 )  # fmt: skip
@@ -200,6 +200,28 @@ class Pretrained(LightNN):
         super().__init__(input_shape, num_classes)
         other = with_seed(7, lambda: LightNN(input_shape, 10))
         self.features.load_state_dict(other.features.state_dict())
+
+
+class Flat(nn.Sequential):
+    """Has no maps."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_the_zoo_is_all_that_compares_embeddings_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*EMBED, *QUEUE, "--student", f"{__name__}.Flat", "--seeds", "1"]
+    kd.main([*flags, "--zoo", "true", "--out", str(tmp_path / "zoo")])
+    out = capsys.readouterr().out
+    (others,) = [line for line in out.splitlines() if line.endswith(" do not compare embeddings")]
+    assert others.startswith("without AdaptiveKL, AttentionTransfer, ")
+    assert "Hinton" in others
+    found = results(tmp_path / "zoo")["students"]
+    assert found.keys() == {"untrained", "cosine", "mse", "kl", "queue", "rkd", "pkt", "cc"}
+    assert all(f"without {name}: --variants.{name}" in out for name in ("tokens", "tokenmatch", "sp"))
+    assert [*found] == sorted(found, key=lambda name: -found[name]["test_neighbours"][0])
+    kd.main([*flags, "--only", "pkt", "--out", str(tmp_path / "one")])
+    assert_same(nets(tmp_path / "one", "seed0/pkt"), nets(tmp_path / "zoo", "seed0/pkt"))
 
 
 class Elsewhere(Pretrained):

@@ -57,8 +57,6 @@ class EmbeddingKind(DataKind):
         self._brings_weights = dict[str, bool]()  # by the teacher's key
 
     def check(self) -> None:
-        if self.config.zoo:
-            raise BadInput("zoo", "true", "not allowed with `data.task embedding`, which trains all its methods")
         for arm in self.arms:
             if TEACHER not in arm.teachers:
                 expected = f"{TEACHER} among its teachers, whose neighbours judge all students"
