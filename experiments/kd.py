@@ -54,6 +54,7 @@ WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be 
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
+STUDENT_WEIGHTS = "harness.studies.student_weights"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -145,6 +146,7 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
+    parser.add_texts("student_ckpt", "of --students.NAME, a run's net that embeds, with whose weights it begins")
     parser.add_recipes("data.task", lambda _: settings_by_task())
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
@@ -184,6 +186,8 @@ class KD(BakeOff):
                 students[arm.name] = self.nets_from_teachers.student(arm.net, seed, teacher), objective
             else:
                 net = build_net(session, arm.net, seed_of_net)
+                if config.student_ckpt:
+                    import_module(STUDENT_WEIGHTS).load_student(session, net, arm.net, seed)
                 net = self.kind.prepare_student(session, net, teacher, seed_of_net)
                 students[arm.name] = net, objective
             if arm.optimizer:
@@ -209,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.taught_by and run.config.tune:
             flag, value = next(iter(run.config.taught_by.items()))
             raise BadInput(f"taught_by.{flag}", value, "not allowed with --tune, which searches with one teacher")
+        if run.config.student_ckpt:
+            import_module(STUDENT_WEIGHTS).check_student_weights(run)
         if do_job(run, KD):
             return
         run.announce()

@@ -115,7 +115,11 @@ class Objective(Recorded, nn.Module, ABC):
     def terms(
         self, student: Outputs, teacher: Outputs | None, labels: Tensor, context: StepContext = NO_STEP
     ) -> dict[str, Term]:
-        """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16."""
+        """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16.
+
+        Where there are no labels, terms of them are left out; a label may be no place in the outputs.
+        """
+        labels = labels if context.has_labels else torch.zeros_like(labels)
         with torch.autocast(labels.device.type, enabled=False):
             terms = self.call_forward(student.widen(), teacher and teacher.widen(), labels, context)
         return terms if context.has_labels else {name: term for name, term in terms.items() if not term.is_ce}

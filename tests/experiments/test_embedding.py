@@ -140,6 +140,24 @@ def test_students_of_the_teachers_width_have_its_space(tmp_path: Path) -> None:
     assert student.width == teacher.width
 
 
+def test_students_begin_with_the_weights_of_a_net_that_embeds(finished: Path, tmp_path: Path, refusal: Refusal) -> None:
+    """Beside new ones; of the classifier both have the same new weights."""
+    path = str(finished / "seed{seed}" / "cosine")
+    flags = ["--data", "Digits", *SIZES, "--data.labelled", "30", "--teacher", "LightNN", "--trainer.max_epochs", "1"]
+    flags += ["--students.new", "LightNN", "--only", "ce", "--seeds", "2", "--student_ckpt.embedded", path]
+    out = ["--out", str(tmp_path / "run")]
+    line = refusal(kd.main, *flags, *out)
+    assert line.startswith(f"--student_ckpt.embedded {path}: expected the name of a student")
+    line = refusal(kd.main, *flags, "--students.embedded", "DeepNN", *out)
+    assert line.startswith(f"--student_ckpt.embedded {finished}/seed0/cosine/weights.pt: expected weights that fit")
+    assert not (tmp_path / "run").exists()
+    kd.main([*flags, "--students.embedded", "LightNN", "--optimizer.lr", "1e-30", *out])
+    begun = with_seed(1, lambda: LightNN((1, 8, 8), 10)).state_dict()
+    embedded = {key.removeprefix("net."): x for key, x in load_net(finished / "seed1" / "cosine").state_dict().items()}
+    for name, expected in {"new": begun, "embedded": {**begun, **embedded}}.items():
+        assert_same(expected, load_net(tmp_path / "run" / "seed1" / f"{name}-ce").state_dict())
+
+
 @torch.no_grad()
 def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
     pixels = (samples("test")[0][:3, 0] * 0.3759 + 0.3049).clamp(0, 1).mul(255).round().byte()
