@@ -196,6 +196,11 @@ def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
             ["--teachers.big", f"{__name__}.Elsewhere", *SEVERAL[2:]],
             "--data.mean [0.3049]: expected [0.5], with which the weights of --teachers.big were trained",
         ),
+        (
+            ["--data.validation_size", "1"],
+            "--data.validation_size 1: expected at least 2 images, which can be neighbours, or 0",
+        ),
+        (["--data.test_size", "1"], "--data.test_size 1: expected at least 2 images, which can be neighbours"),
         (["--metric", "f1"], "--metric f1: not allowed with --data.task embedding"),
     ],
 )  # fmt: skip

@@ -57,6 +57,10 @@ class EmbeddingKind(DataKind):
         self._brings_weights = dict[str, bool]()  # by the teacher's key
 
     def check(self) -> None:
+        for part in ("validation", "test"):
+            if self.session.data.sizes[part] == 1:
+                expected = "at least 2 images, which can be neighbours" + ", or 0" * (part == "validation")
+                raise BadInput(f"data.{part}_size", 1, expected)
         for arm in self.arms:
             if TEACHER not in arm.teachers:
                 expected = f"{TEACHER} among its teachers, whose neighbours judge all students"
