@@ -14,6 +14,8 @@ from apprentice.keyed import with_seed
 from datamodules import Digits
 from experiments import kd, predict
 from harness.reports.results import Results, load_results
+from harness.reports.samples import difference_over_both
+from harness.reports.uncertainty import crossed_interval
 from harness.runs.nets import load_net
 from harness.studies.compare import compare, load_runs
 from harness.studies.embedding import pictures
@@ -65,6 +67,24 @@ def test_figures_are_those_of_the_saved_nets(finished: Path) -> None:
         np.mean(saved["students"]["cosine"]["test_neighbours"])
         - np.mean(saved["students"]["untrained"]["test_neighbours"])
     )
+
+
+@torch.no_grad()
+def test_intervals_are_over_seeds_and_images(finished: Path) -> None:
+    """Of the differences of shared neighbours of each image, as the saved nets have them."""
+    queries, _ = samples("test")
+    rows = []
+    for seed in ("seed0", "seed1"):
+        teacher = Embedder(load_net(finished / seed / "teacher"), (1, 8, 8)).eval()(queries)
+        cosine, untrained = (load_net(finished / seed / name)(queries) for name in ("cosine", "untrained"))
+        rows.append((shared_neighbours(cosine, teacher) - shared_neighbours(untrained, teacher)).numpy())
+    found = Results.read(load_results(finished))
+    shown = difference_over_both(found, "cosine", "untrained")
+    assert shown is not None
+    assert shown == pytest.approx(crossed_interval(np.stack(rows)), abs=0.01)
+    table = (finished / "results.md").read_text()
+    assert "Δ alone, over seeds and test samples, points" in table
+    assert found.metric.difference(shown) in table
 
 
 def test_the_page_shows_neighbours_of_the_student_below_the_teachers(finished: Path) -> None:
