@@ -63,7 +63,7 @@ class InMemoryData(DataHooks):
 
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...] = ()
-    given_to_nets: tuple[str, ...] = ("input_shape", "num_classes")
+    given_to_nets: tuple[str, ...] = ("input_shape", "num_classes", "embeds")
     task: str = "classification"
     label_shape: tuple[int, ...] = ()
     packs_samples: bool = False
@@ -254,6 +254,11 @@ class InMemoryData(DataHooks):
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether nets are to give embeddings, which a class of encoders does by itself."""
+        return self.task == "embedding"
 
     @property
     def net_arguments(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def parser() -> cli.Parser:
     )
     parser.add_variants("variants", net, {}, NAMES, fixed=arguments_set_by_data, about="one more net, to compare")
     parser.add_check(arm_names)
-    parser.add_recipes("zoo", lambda: {True: {"variants": zoo_variants()}})
+    parser.add_recipes("zoo", lambda _: {True: {"variants": zoo_variants()}})
     parser.add_recipes("tune", {...: BY_EPOCHS})
     not_options = frozenset({"net", "tokens_per_character", "compiled", "seed"})
     parser.add_class("model", cli.options_of(LitLanguageModel, not_options))

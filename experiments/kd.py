@@ -65,6 +65,7 @@ WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be 
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
+STUDENT_WEIGHTS = "harness.studies.student_weights"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -147,8 +148,8 @@ def parser() -> cli.Parser:
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, NAMES, about="one more student")
     parser.add_check(arm_names)
-    parser.add_recipes("only", lambda: import_module(ZOO).recipes_of_one(variants))
-    parser.add_recipes("zoo", lambda: {True: {"variants": import_module(ZOO).methods(variants)}})
+    parser.add_recipes("only", lambda flags: import_module(ZOO).recipes_of_one(variants, flags.get("data.task")))
+    parser.add_recipes("zoo", lambda flags: import_module(ZOO).recipes_of_all(variants, flags.get("data.task")))
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     add_optimizer(parser, scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     judged = cli.OnResume(why="what is tested is tested once")
@@ -159,9 +160,10 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
+    parser.add_texts("student_ckpt", "of --students.NAME, a run's net that embeds, with whose weights it begins")
     parser.add_recipes("only", BY_NAME)
     parser.add_recipes("data", BY_DATA)
-    parser.add_recipes("data.task", settings_by_task)
+    parser.add_recipes("data.task", lambda _: settings_by_task())
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
     parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless=["data.path"], choices={"data": "Chat"})
@@ -196,13 +198,15 @@ class KD(BakeOff):
         if not isinstance(teacher, StoredOutputs):
             teacher = self.kind.prepare_teacher(session, teacher, arms)
         for arm in arms:
-            objective = arm.objective(config)
+            objective = self.kind.prepare_objective(arm.objective(config), teacher)
             # Equal peers would teach one another nothing.
             seed_of_net = fold_in(seed, *arm.variant.encode()) if objective.peers else seed
             if is_from_teacher(config, arm.net):
                 students[arm.name] = self.nets_from_teachers.student(arm.net, seed, teacher), objective
             else:
                 net = build_net(session, arm.net, seed_of_net)
+                if config.student_ckpt:
+                    import_module(STUDENT_WEIGHTS).load_student(session, net, arm.net, seed)
                 net = self.kind.prepare_student(session, net, teacher, seed_of_net)
                 students[arm.name] = net, objective
             if arm.optimizer:
@@ -228,6 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.taught_by and run.config.tune:
             flag, value = next(iter(run.config.taught_by.items()))
             raise BadInput(f"taught_by.{flag}", value, "not allowed with --tune, which searches with one teacher")
+        if run.config.student_ckpt:
+            import_module(STUDENT_WEIGHTS).check_student_weights(run)
         if do_job(run, KD):
             return
         run.announce()

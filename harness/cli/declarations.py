@@ -16,6 +16,7 @@ from harness.cli.sources import FlagValue, layer
 from harness.start import called_as
 
 Recipes: TypeAlias = Mapping[Any, Mapping[str, Any]]  # by values of an option the flags that these set
+RecipesOf: TypeAlias = Callable[[Mapping[str, Any]], Recipes]  # by what the user has set
 Fixed: TypeAlias = Callable[[Mapping[str, Any]], Iterable[str]]  # the choices of the keys so far -> names
 
 
@@ -68,7 +69,7 @@ class Declarations:
         self.entries: dict[str, Entry] = {}
         self.idle = options.idle_options()  # flags that do nothing in this script
         self._defaults: dict[str, FlagValue] = {}
-        self._recipes: list[tuple[str, Callable[[], Recipes]]] = []  # a plain option, and what its values set
+        self._recipes: list[tuple[str, RecipesOf]] = []  # a plain option, and what its values set
         self._experiments: list[tuple[str, Any, Collection[str], Mapping[str, str]]] = []  # see `default_experiment`
         self.classes: dict[str, Classes] = {}  # what keys choose from, and options of the Trainer
         self._on_resume = rules_of(options)
@@ -119,12 +120,12 @@ class Declarations:
         self.classes[key] = classes
         self._add(key, Entry(named=True, names=names, fixed=fixed, about=about), dict(defaults))
 
-    def add_recipes(self, option: str, recipes: Recipes | Callable[[], Recipes]) -> None:
+    def add_recipes(self, option: str, recipes: Recipes | RecipesOf) -> None:
         """Let a value of an option, or one in its list, set many flags, each of which may be given beside it.
 
-        The value `...` stands for any but None. A function is called when the option has a value.
+        The value `...` stands for any but None. A function is called when the option has a value, with all by flag.
         """
-        self._recipes.append((option, recipes if callable(recipes) else lambda: recipes))
+        self._recipes.append((option, recipes if callable(recipes) else lambda _: recipes))
 
     def default_experiment(
         self, option: str, value: Any, unless: Collection[str], choices: Mapping[str, str] = MappingProxyType({})

@@ -133,7 +133,7 @@ class Parser(Declarations):
             recipe(flags, f"--{option} {'N' if value is ... else value}")
             for option, recipes in self._recipes
             if (chosen := values.get(option)) is not None and chosen is not False
-            for value, flags in recipes().items()
+            for value, flags in recipes(values).items()
             if value in (..., chosen) or (isinstance(chosen, list) and value in chosen)
         ]
 

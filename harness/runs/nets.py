@@ -110,6 +110,7 @@ def check_options(weights: str | Path, net_spec: Spec, flag: str) -> None:
     if Path(weights).name != "weights.pt" or not (folder / "net.yaml").exists():
         return
     trained = read_spec(folder, flag)
+    trained = trained["init_args"].get("net", trained)  # of a net that embeds, the one whose classifier is left out
     if trained["class_path"] == net_spec["class_path"]:
         for option, value in net_spec["init_args"].items():
             expected = trained["init_args"].get(option, value)

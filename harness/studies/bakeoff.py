@@ -27,7 +27,6 @@ from harness.runs.teacher_weights import (
     TAUGHT_BY,
     TEACHER,
     TEACHERS,
-    TeacherWeights,
     format_teachers,
     is_teacher,
     teacher_row_name,
@@ -47,7 +46,6 @@ from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
 from harness.studies.teachers import check_head_only, check_own_settings, note_origins, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.stored import Outputs
 from lit_modules.training.loop import Loop
 from strategies import PipelineStrategy
@@ -89,7 +87,7 @@ class BakeOff(SideBySide):
             saved = folder / teacher_row_name(key)
             has_weights = not (is_in_file(self.config, key) or self.kind.is_stand_in(saved))
             loaded[key] = load_net(saved, "out") if has_weights else self.teacher(plan.seed, key).net
-        teacher = merge_teachers(loaded, first.teachers)
+        teacher = self.kind.merge_teachers(self.session, loaded, first.teachers)
         for net in dict.fromkeys(arm.net for arm in plan.arms if is_from_teacher(self.config, arm.net)):
             self.nets_from_teachers.choose(net, plan.seed, teacher)
         return self.students(plan.seed, plan.arms, teacher)
@@ -108,7 +106,7 @@ class BakeOff(SideBySide):
         check_taught(config, self.arms, isinstance(trainer.strategy, PipelineStrategy))
         self.kind.check()
         for key in self.teachers if self.kind.stand_in(config.seeds[0]) is None else []:
-            with self.kind.data_of_teacher(session):
+            with self.kind.data_of_teacher(session, key):
                 check_net(session, key, trainer, trained=not self.kind.has_trained_teacher(session, key))
         for net in dict.fromkeys(arm.net for arm in self.arms.values() if not is_from_teacher(config, arm.net)):
             check_net(session, net, trainer)
@@ -131,15 +129,18 @@ class BakeOff(SideBySide):
         with self.kind.data_of_teacher(session):
             for seed in others if "{seed}" in (config.teacher_ckpt or "") else ():
                 note_origins(session, self.teacher(seed).net, seed, self.kind.teacher_source(seed))
-            teachers = {key: self.teacher(first, key) for key in self.teachers}
-            note_origins(session, teachers[TEACHER].net, first, self.kind.teacher_source(first))
+        teachers = dict[str, LitClassifier]()
+        for key in self.teachers:
+            with self.kind.data_of_teacher(session, key):
+                teachers[key] = self.teacher(first, key)
+        note_origins(session, teachers[TEACHER].net, first, self.kind.teacher_source(first))
         session.origins |= self.kind.origins(session)
         for key, module in teachers.items():  # before it is frozen
             if self.kind.has_trained_teacher(session, key):
                 continue
             with (
                 flags_of_teacher(config),
-                self.kind.data_of_teacher(session),
+                self.kind.data_of_teacher(session, key),
                 session.batches_of(config.teacher_batch_size),
             ):
                 session.data.check_replicas(session.replicas(trainer), config.exact)
@@ -157,7 +158,8 @@ class BakeOff(SideBySide):
             for group in group_by_teachers([self.arms[name] for name in names]):
                 shares = group[0].teachers
                 loaded = {key: copy.deepcopy(teachers[key].net) for key in shares}
-                students = self.students(self.config.seeds[0], group, merge_teachers(loaded, shares))
+                teacher = self.kind.merge_teachers(session, loaded, shares)
+                students = self.students(self.config.seeds[0], group, teacher)
                 check_modules(session, trainer, *(teachers[key] for key in shares), students)
                 students.check_data(session.data)
                 students.check_batch(min(session.data.batch_size, session.data.sizes["train"]))
@@ -177,16 +179,17 @@ class BakeOff(SideBySide):
     def after_seed(self, seed: int) -> None:
         self.kind.after_seed(seed)
         if self.config.save_ckpt and is_main_process():
-            with self.kind.data_of_teacher(self.session):
-                for name in self.teacher_rows:
-                    save_classifier(self.session, seed, name)
+            for key in self.teachers:
+                with self.kind.data_of_teacher(self.session, key):
+                    save_classifier(self.session, seed, teacher_row_name(key))
             for name in self.arms:
                 save_classifier(self.session, seed, name)
 
     def fit(self, plan: FitPlan, plans: Sequence[FitPlan] = ()) -> FitRecord:
         """Train what is planned, unless that is done; BadInput for settings by which the teacher fails."""
-        of_teacher_alone = is_teacher(plan.arms[0].net)
-        with self.kind.data_of_teacher(self.session) if of_teacher_alone else nullcontext():
+        key = plan.arms[0].net
+        of_teacher_alone = is_teacher(key)
+        with self.kind.data_of_teacher(self.session, key) if of_teacher_alone else nullcontext():
             record = super().fit(plan, plans)
         if of_teacher_alone and (fault := record.fault(plan.name)):
             expected = f"settings that train the {plan.name}; with seed {plan.seed} {fault}"
@@ -215,11 +218,6 @@ class BakeOff(SideBySide):
             if earlier := [peer for peer in arm.objective(self.config).peers if peer not in names]:
                 expected = f"students that begin with it; {earlier[0]} was trained before: take another `out`"
                 raise BadInput(f"variants.{arm.name}.peers", earlier[0], expected)
-
-
-def merge_teachers(loaded: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:
-    """Return the one teacher, or the weighted mean of several."""
-    return Ensemble([*loaded.values()], [*shares.values()]) if len(loaded) > 1 else next(iter(loaded.values()))
 
 
 def check_taught(config: Namespace, arms: Mapping[str, Arm], is_pipeline: bool) -> None:

@@ -1,6 +1,6 @@
 """What a kind of data adds to a comparison beside its training: the port through which a new kind comes in."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from harness.reports.results import Results
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
-from harness.runs.teacher_weights import TEACHER
+from harness.runs.teacher_weights import TEACHER, TeacherWeights
 from harness.start import called_as
 from harness.studies.teachers import has_trained_teacher
 from harness.studies.training_flops import LearnedBatches, count_training
+from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.identity import Origin
+from lit_modules.objectives.base import Objective
 from lit_modules.training.loop import Loop
 
 # By the data's task; imported where such data are chosen.
@@ -62,8 +64,8 @@ class DataKind:
         """Raise BadInput for options of this kind of data that can't be used."""
 
     @contextmanager
-    def data_of_teacher(self, session: Session) -> Iterator[None]:
-        """Inside, the session's data are as the teacher takes them."""
+    def data_of_teacher(self, session: Session, key: str = TEACHER) -> Iterator[None]:
+        """Inside, the session's data are as the teacher chosen under a key takes them."""
         yield
 
     def has_trained_teacher(self, session: Session, key: str = TEACHER) -> bool:
@@ -93,6 +95,14 @@ class DataKind:
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
         """Return the net of a student with this seed, of a teacher that `prepare_teacher` gave."""
         return net
+
+    def merge_teachers(self, session: Session, nets: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:
+        """Return the teacher of students that learn from nets, by the flags that choose them, with these weights."""
+        return Ensemble([*nets.values()], [*shares.values()]) if len(nets) > 1 else next(iter(nets.values()))
+
+    def prepare_objective(self, objective: Objective, teacher: nn.Module) -> Objective:
+        """Return the method of a student of a teacher that `prepare_teacher` gave."""
+        return objective
 
     def module_arguments(self, seed: int) -> dict[str, Any]:
         """Return arguments of the `Distillation` of a seed."""

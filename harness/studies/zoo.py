@@ -13,38 +13,68 @@ from harness.cli.sources import below
 from harness.reports.tables import join_words
 from harness.runs.plans import Arm
 from harness.runs.quiet import notice
+from harness.studies.kinds import settings_by_task, task_of_choice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
-from lit_modules.nets.outputs import EMBEDDINGS
+from lit_modules.nets.outputs import CLASSES, KINDS, UNLABELLED
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.sum import Sum
+from lit_modules.tasks import task_class
 
 SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
 
 
-def named(variants: Mapping[str, str]) -> dict[str, str]:
+def named(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:
     """List the methods that `only` may name beside the variants, by their names in `methods` and short ones."""
-    return {name: method for name, method in {**methods(variants), **SHORT}.items() if name not in variants}
+    short = {name: method for name, method in SHORT.items() if method in needs(task)}
+    known = {**variants, **variants_of(task)}
+    return {name: method for name, method in {**methods(variants, task), **short}.items() if name not in known}
 
 
-def recipes_of_one(variants: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return for each of these names the settings by which a run has its method."""
-    return {name: {"variants": {name: method}} for name, method in named(variants).items()}
+def recipes_of_one(variants: Mapping[str, str], task: str | None = None) -> dict[str, dict[str, Any]]:
+    """Return for each of these names the settings by which a run of a task has its method."""
+    return {name: {"variants": {name: method}} for name, method in named(variants, task).items()}
 
 
-def methods(variants: Mapping[str, str]) -> dict[str, str]:
-    """List classes whose options all have defaults, by their names in `variants`, others by theirs in lower case."""
-    names = {method: name for name, method in variants.items()}
-    return {names.get(method, method.lower()): method for method, missing in needs().items() if not missing}
+def recipes_of_all(variants: Mapping[str, str], task: str | None = None) -> dict[Any, dict[str, Any]]:
+    """Return the settings by which a run of a task has all methods."""
+    return {True: {"variants": methods(variants, task)}}
 
 
-def needs() -> dict[str, list[str]]:
-    """List the options without a default of each method, by its class's name; a Sum is none by itself."""
+def methods(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:
+    """List classes whose options all have defaults, by their names in `variants` or a task's, others in lower case."""
+    names = {method: name for name, method in reversed([*(variants_of(task) or variants).items()])}
+    return {names.get(method, method.lower()): method for method, missing in needs(task).items() if not missing}
+
+
+def variants_of(task: str | None) -> dict[str, str]:
+    """Return the methods that data of a task bring in place of the variants, by their names."""
+    settings = settings_by_task().get(task or "", {})
+    flags = {flag.removeprefix("variants."): value for flag, value in settings.items() if flag.startswith("variants.")}
+    return {name: method for name, method in flags.items() if "." not in name and method is not None}
+
+
+def needs(task: str | None = None) -> dict[str, list[str]]:
+    """List the options without a default of each method of a task's outputs, by its class's name.
+
+    Without a task they are those of any labels. A Sum is none by itself.
+    """
+    kinds = {outputs_of(task)} if task else {*KINDS} - {*UNLABELLED}
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
-        for name, method in Classes((Objective,), objectives).by_name.items()
-        if issubclass(method, Objective) and method is not Sum and method.compares != {EMBEDDINGS}
+        for name, method in _classes().items()
+        if method.compares & kinds
     }
+
+
+def outputs_of(task: str | None) -> str:
+    """Return the kind of outputs that methods compare, of images with one class each where a task has no name."""
+    return task_class(task).outputs if task else CLASSES
+
+
+def _classes() -> dict[str, type[Objective]]:
+    classes = Classes((Objective,), objectives).by_name
+    return {name: c for name, c in classes.items() if issubclass(c, Objective) and c is not Sum}
 
 
 def list_fitting(
@@ -58,8 +88,12 @@ def list_fitting(
     Raises:
         BadInput: none of them fits.
     """
+    task = task_of_choice(config.data) or None
     chosen = {choice.name for choice in config.variants.values()}
-    for method, missing in needs().items():
+    if (outputs := outputs_of(task)) != CLASSES and config.only is None:
+        others = join_words([name for name, method in _classes().items() if outputs not in method.compares])
+        notice(f"without {others}, which do not compare {outputs}")
+    for method, missing in needs(task).items():
         if missing and method not in chosen and config.only is None:
             line = f"without {method.lower()}: expected `variants.NAME {method}` with its {join_words(missing)}"
             notice(cli.as_flags(line, parser))

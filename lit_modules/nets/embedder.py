@@ -34,9 +34,10 @@ class Embedder(Net):
     def __init__(self, net: nn.Module, input_shape: Sequence[int] = (3, 32, 32), width: int | None = None) -> None:
         super().__init__()
         net = copy.deepcopy(net)  # whoever has the classifier keeps it
+        self.unused_weights = getattr(net, "unused_weights", ())  # in files of the whole net
         if not getattr(net, "embeds", False):
             classifier = leave_out_classifier(net)
-            self.unused_weights = f"net.{classifier}.", f"{classifier}."  # in files of the whole net
+            self.unused_weights = f"net.{classifier}.", f"{classifier}."
         self.net, self.head, self.pooled_layer = net, nn.Sequential(), "head<"
         if isinstance(net, Net):
             if feature_layer := getattr(net, "feature_layer", ""):  # a net of others may name none
@@ -108,10 +109,10 @@ def _inside(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"net.{path}" for path in paths)
 
 
-def leave_out_classifier(net: nn.Module) -> str:
-    """Put nothing in the place of a net's classifier: what has its `pooled_layer` as input, else its last linear layer.
+def classifier_path(net: nn.Module) -> str:
+    """Return the path of a net's classifier: what has its `pooled_layer` as input, else its last linear layer.
 
-    Return its path; BadInput if there is neither.
+    BadInput if there is neither.
     """
     path = resolve(net, "pooled").removesuffix(INPUT)
     if not path:
@@ -120,6 +121,12 @@ def leave_out_classifier(net: nn.Module) -> str:
             expected = "a net with a linear layer, or with the attribute pooled_layer, whose input is its embedding"
             raise BadInput("net", type(net).__name__, expected)
         path = linear[-1]
+    return path
+
+
+def leave_out_classifier(net: nn.Module) -> str:
+    """Put nothing in the place of a net's classifier; return its path, or BadInput."""
+    path = classifier_path(net)
     parent, _, name = path.rpartition(".")
     setattr(net.get_submodule(parent), name, nn.Sequential())
     return path

@@ -3,10 +3,10 @@
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from lit_modules.nets.attention.masks import mask_texts
 from lit_modules.nets.base import Net, Shape, check_tokens, image_shape
 from lit_modules.nets.classes import classes_of
 from lit_modules.nets.generation import Decoder
+from lit_modules.nets.hugging_face_encoder import (
+    Pool,
+    check_pool,
+    encoder_config,
+    encoder_options,
+    leave_out_unused,
+    pool_tokens,
+)
 from lit_modules.nets.layers import observe
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.weights import load_backbone
@@ -27,15 +35,20 @@ SAFE: dict[str, Any] = {"trust_remote_code": False}  # it would ask on a termina
 
 
 class HuggingFace(Net):
-    """An image classifier of transformers.
+    """An image classifier of transformers, or the encoder that `AutoModel` makes of it.
 
     `stages` are the layers of its encoder whose outputs the model gives as hidden states: the last of each size of
-    maps, or all blocks of tokens. `token_grid` is that of its patch embedding.
+    maps, or all blocks of tokens. `token_grid` is that of its patch embedding. The feature layer is the last stage or,
+    of an encoder, what gives its last hidden state.
 
     Args:
         name: a model of the hub, or a folder that `save_pretrained` wrote; its configuration is read again to rebuild
             the net.
         pretrained: start with its weights; a head of another size stays new.
+        embeds: give embeddings (B, D), no logits. Images of another size than the model's have its embeddings of
+            positions interpolated.
+        pool: what an embedding is: the model's `pooler_output`, if it has one, else its class token, else the mean of
+            its patches; `cls`, the class token; or `mean`.
 
     Raises:
         Missing: transformers is not installed.
@@ -45,23 +58,32 @@ class HuggingFace(Net):
     untrained = MappingProxyType({"pretrained": False})
 
     def __init__(
-        self, name: str, input_shape: Shape = (3, 32, 32), num_classes: int = 10, pretrained: bool = False
-    ) -> None:
+        self, name: str, input_shape: Shape = (3, 32, 32), num_classes: int = 10, pretrained: bool = False,
+        embeds: bool = False, pool: Pool = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
-        channels, height, width = image_shape(input_shape)
+        self.embeds, self.pool = embeds, pool
+        if pool != "auto" and not embeds:
+            raise BadInput("pool", pool, "not allowed for a classifier, which has its own")
+        kind = "encoder" if embeds else "classifier"
+        with import_transformers(name, f"an image {kind} that can be made for {tuple(input_shape)} images") as library:
+            config = library.AutoConfig.from_pretrained(name, num_labels=num_classes, **SAFE)
+            make = self._make_encoder if embeds else self._make_classifier
+            make(library, config, name, image_shape(input_shape), pretrained)
+            if pretrained:
+                self.expects = read_normalization(library, name, input_shape[0])
+
+    def _make_classifier(self, library: Any, config: Any, name: str, input_shape: Shape, pretrained: bool) -> None:
+        channels, height, width = input_shape
         size = height if height == width else (height, width)
-        with import_transformers(
-            name, f"an image classifier that can be made for {tuple(input_shape)} images"
-        ) as transformers:
-            config = transformers.AutoConfig.from_pretrained(name, num_labels=num_classes, **SAFE)
-            for option, value in {"num_channels": channels, "image_size": size}.items():
-                if hasattr(config, option):
-                    setattr(config, option, value)
-            kind = transformers.AutoModelForImageClassification
-            self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
-            whole, missing = load_model(kind, name) if pretrained else (None, [])
-            self.stages, self.token_grid = _find_layers(self.model, channels, height, width)
-            self.feature_layer = self.stages[-1] if self.stages else ""
+        for option, value in {"num_channels": channels, "image_size": size}.items():
+            if hasattr(config, option):
+                setattr(config, option, value)
+        kind = library.AutoModelForImageClassification
+        self.model: nn.Module = kind.from_config(config, dtype=torch.float32)
+        whole, missing = load_model(kind, name) if pretrained else (None, [])
+        self.stages, self.token_grid, *_ = _find_layers(self.model, self._run, input_shape)
+        self.feature_layer = self.stages[-1] if self.stages else ""
         linear = [key for key, layer in self.model.named_modules() if isinstance(layer, nn.Linear)]
         head = linear[-1] if linear else ""
         if whole is not None:
@@ -71,14 +93,35 @@ class HuggingFace(Net):
                 has_head = load_backbone(self.model, whole.state_dict(), head, name) and not missing
             except BadInput as fault:
                 raise BadInput("pretrained", True, f"{fault.expected}, for {tuple(input_shape)} images") from None
-            self.expects = read_normalization(transformers, name, channels)
             self.class_names = classes_of(whole) if has_head else None
         self.pooled_layer = f"model.{head}<"
 
+    def _make_encoder(self, library: Any, config: Any, name: str, input_shape: Shape, pretrained: bool) -> None:
+        config, missing = encoder_config(config, input_shape[0]), list[str]()
+        if pretrained:
+            self.model, missing = load_model(library.AutoModel, name, config=config)
+        else:
+            self.model = library.AutoModel.from_config(config, dtype=torch.float32)
+        if lacks := leave_out_unused(self.model, missing, self.pool):
+            raise BadInput("name", name, f"a model with all its weights; it has no {lacks[0]}")
+        self.unused_weights = "model.classifier.", "classifier."  # in files of a classifier
+        self.stages, self.token_grid, output, last = _find_layers(self.model, self._run, input_shape)
+        check_pool(output, self.token_grid, self.pool)
+        has_places = self.token_grid is not None or output.last_hidden_state.dim() == 4
+        self.feature_layer = last if has_places else self.stages[-1] if self.stages else ""
+
+    def _run(self, images: Tensor, **options: Any) -> Any:
+        """Return the model's output, as transformers has it."""
+        if self.embeds:
+            parameters: Any = inspect.signature(self.model.forward).parameters
+            options |= encoder_options(self.model.config, parameters, images)
+        return self.model(images, **options)
+
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, C, H, W)."""
-        logits: Tensor = self.model(images).logits
-        return logits
+        """Logits (B, classes) or, of an encoder, embeddings (B, D), of images (B, C, H, W)."""
+        output = self._run(images)
+        result: Tensor = pool_tokens(output, self.token_grid, self.pool) if self.embeds else output.logits
+        return result
 
 
 class HuggingFaceLM(Net):
@@ -226,13 +269,23 @@ def find_block_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"model.{path}.{number}" for number in range(lists.get(path, 0)))
 
 
+class Layers(NamedTuple):
+    """What a run of a model tells of its layers."""
+
+    stages: tuple[str, ...]
+    grid: TokenGrid | None  # where the tokens of its patches stand
+    output: Any
+    last: str  # the layer that gives its last hidden state; "" if there is none
+
+
 @torch.no_grad()
-def _find_layers(model: nn.Module, channels: int, height: int, width: int) -> tuple[tuple[str, ...], TokenGrid | None]:
-    """Run a model once, which may fail; return its stages, and where the tokens of its patches stand.
+def _find_layers(model: nn.Module, run: Callable[..., Any], input_shape: Shape) -> Layers:
+    """Run a model of images once, which may fail, and find its layers.
 
     Three images differ in their first and last patches, so that the embedded tokens tell which are the patches'.
     """
     layers = {path: module for path, module in model.named_modules() if path}
+    channels, height, width = input_shape
     projection = next((m for m in layers.values() if isinstance(m, nn.Conv2d)), None)  # of patches, in a transformer
     side = projection.kernel_size if projection is not None else (1, 1)
     images = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0)).repeat(3, 1, 1, 1)
@@ -240,20 +293,23 @@ def _find_layers(model: nn.Module, channels: int, height: int, width: int) -> tu
     images[2, :, -(height % side[0] + 1) :, -(width % side[1] + 1) :] += 1
     parameters = inspect.signature(model.forward).parameters
     asks = {"output_hidden_states", "kwargs"} & parameters.keys()
+    model.eval()
     with observe(layers) as outputs:
-        output = model.eval()(images, **({"output_hidden_states": True} if asks else {}))
+        output = run(images, **({"output_hidden_states": True} if asks else {}))
     model.train()
     states = getattr(output, "hidden_states", None) or ()
     paths = [path for state in states if (path := _find_source(outputs, state))]
     sizes = [outputs[path].shape[2:] if outputs[path].dim() == 4 else number for number, path in enumerate(paths)]
     stages = tuple({size: f"model.{path}" for size, path in zip(sizes, paths, strict=True)}.values())
+    state = getattr(output, "last_hidden_state", None)
+    last = next((f"model.{path}" for path, given in outputs.items() if state is not None and given is state), "")
     if projection is None or projection.kernel_size != projection.stride or not states or states[0].dim() != 3:
-        return stages, None
+        return Layers(stages, None, output, last)
     rows, columns = (size // step for size, step in zip((height, width), side, strict=True))
     changed = [(states[0][row] != states[0][0]).any(1).nonzero().flatten().tolist() for row in (1, 2)]
     before = states[0].shape[1] - rows * columns
     is_known = changed == [[before], [before + rows * columns - 1]]
-    return stages, TokenGrid(rows, columns, before) if is_known else None
+    return Layers(stages, TokenGrid(rows, columns, before) if is_known else None, output, last)
 
 
 def _find_source(outputs: Mapping[str, Any], state: Tensor) -> str | None:

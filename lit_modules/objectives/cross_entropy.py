@@ -17,6 +17,7 @@ class CrossEntropy(TextObjective):
             has it. The plain cross-entropy is then a term of weight 0.
     """
 
+    compares = frozenset({CLASSES, LABELS, VALUES})
     search = space(label_smoothing=Linear(0, 0.3))
     uses_teacher = False
     by_token = True
@@ -25,7 +26,8 @@ class CrossEntropy(TextObjective):
         super().__init__()
         if not 0 <= label_smoothing < 1:
             raise BadInput("label_smoothing", label_smoothing, "a share of 0 or more, below 1")
-        self.compares = frozenset({CLASSES}) if label_smoothing else frozenset({CLASSES, LABELS, VALUES})
+        if label_smoothing:
+            self.compares = frozenset({CLASSES})
         self.label_smoothing = label_smoothing
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

@@ -17,11 +17,13 @@ class LogitMSE(LogitObjective):
         standardize: that of LogitObjective.
     """
 
+    compares = frozenset({CLASSES, LABELS, VALUES})
     search = space(mse_weight=Log(0.01, 10))
 
     def __init__(self, mse_weight: float = 1.0, ce_weight: float = 1.0, standardize: bool = False) -> None:
         super().__init__(standardize=standardize)
-        self.compares = frozenset({CLASSES}) if standardize else frozenset({CLASSES, LABELS, VALUES})
+        if standardize:
+            self.compares = frozenset({CLASSES})
         self.mse_weight, self.ce_weight = weight("mse_weight", mse_weight), weight("ce_weight", ce_weight)
 
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:

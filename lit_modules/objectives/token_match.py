@@ -50,6 +50,11 @@ class TokenObjective(FeatureObjective):
         f_s, (_, f_t) = student.features[self.student_layer], self.maps(student, teacher)
         return f_s.flatten(2).mT, f_t.flatten(2).mT
 
+    @staticmethod
+    def token_term(values: Tensor, weight: float, student: Outputs) -> Term:
+        """Return the term of values (b, places); layers after the compared one get a gradient of zero, as DDP needs."""
+        return Term(values.mean(1) + 0 * student.logits.flatten(1).mean(1), weight)
+
 
 class TokenMatch(TokenObjective):
     """token_weight * the mean over places of the distance of the student's token to the teacher's.
@@ -76,7 +81,7 @@ class TokenMatch(TokenObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         s, t = self.tokens(student, teacher)
         values = (s - t).square().sum(2) if self.distance == "mse" else 1 - F.cosine_similarity(s, t, dim=2)
-        return {"token": Term(values.mean(1), self.token_weight)}
+        return {"token": self.token_term(values, self.token_weight, student)}
 
 
 class TokenSimilarity(TokenObjective):
@@ -100,4 +105,4 @@ class TokenSimilarity(TokenObjective):
     def forward(self, student: Outputs, teacher: Outputs | None, labels: Tensor) -> dict[str, Term]:
         units = (F.normalize(x, dim=2) for x in self.tokens(student, teacher))
         log_s, log_t = ((x @ x.mT / self.temperature).log_softmax(2) for x in units)
-        return {"token": Term(kl(log_t, log_s).mean(1), self.token_weight)}
+        return {"token": self.token_term(kl(log_t, log_s), self.token_weight, student)}

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from apprentice.keyed import with_seed
 from datamodules import Digits
 from experiments import kd, predict
 from harness.reports.results import Results, load_results
+from harness.reports.samples import difference_over_both
+from harness.reports.uncertainty import crossed_interval
 from harness.runs.nets import load_net
 from harness.studies.compare import compare, load_runs
 from harness.studies.embedding import pictures
@@ -27,6 +30,7 @@ from tests.training import assert_same
 
 SIZES = ["--data.train_size", "200", "--data.test_size", "100"]
 EMBED = ["--data", "Digits", "--data.task", "embedding", *SIZES, "--teacher", "LightNN", "--trainer.max_epochs", "2"]
+SEVERAL = ["--teachers.big", "DeepNN", "--taught_by.cosine", "{teacher: 1, big: 1}"]
 QUEUE = ["--variants.queue.queue", "50"]
 
 finished = run_of(kd, *EMBED, *QUEUE, "--seeds", "2", "--only", "untrained", "cosine", "queue", "tokens")
@@ -63,6 +67,24 @@ def test_figures_are_those_of_the_saved_nets(finished: Path) -> None:
         np.mean(saved["students"]["cosine"]["test_neighbours"])
         - np.mean(saved["students"]["untrained"]["test_neighbours"])
     )
+
+
+@torch.no_grad()
+def test_intervals_are_over_seeds_and_images(finished: Path) -> None:
+    """Of the differences of shared neighbours of each image, as the saved nets have them."""
+    queries, _ = samples("test")
+    rows = []
+    for seed in ("seed0", "seed1"):
+        teacher = Embedder(load_net(finished / seed / "teacher"), (1, 8, 8)).eval()(queries)
+        cosine, untrained = (load_net(finished / seed / name)(queries) for name in ("cosine", "untrained"))
+        rows.append((shared_neighbours(cosine, teacher) - shared_neighbours(untrained, teacher)).numpy())
+    found = Results.read(load_results(finished))
+    shown = difference_over_both(found, "cosine", "untrained")
+    assert shown is not None
+    assert shown == pytest.approx(crossed_interval(np.stack(rows)), abs=0.01)
+    table = (finished / "results.md").read_text()
+    assert "Δ alone, over seeds and test samples, points" in table
+    assert found.metric.difference(shown) in table
 
 
 def test_the_page_shows_neighbours_of_the_student_below_the_teachers(finished: Path) -> None:
@@ -138,6 +160,24 @@ def test_students_of_the_teachers_width_have_its_space(tmp_path: Path) -> None:
     assert student.width == teacher.width
 
 
+def test_students_begin_with_the_weights_of_a_net_that_embeds(finished: Path, tmp_path: Path, refusal: Refusal) -> None:
+    """Beside new ones; of the classifier both have the same new weights."""
+    path = str(finished / "seed{seed}" / "cosine")
+    flags = ["--data", "Digits", *SIZES, "--data.labelled", "30", "--teacher", "LightNN", "--trainer.max_epochs", "1"]
+    flags += ["--students.new", "LightNN", "--only", "ce", "--seeds", "2", "--student_ckpt.embedded", path]
+    out = ["--out", str(tmp_path / "run")]
+    line = refusal(kd.main, *flags, *out)
+    assert line.startswith(f"--student_ckpt.embedded {path}: expected the name of a student")
+    line = refusal(kd.main, *flags, "--students.embedded", "DeepNN", *out)
+    assert line.startswith(f"--student_ckpt.embedded {finished}/seed0/cosine/weights.pt: expected weights that fit")
+    assert not (tmp_path / "run").exists()
+    kd.main([*flags, "--students.embedded", "LightNN", "--optimizer.lr", "1e-30", *out])
+    begun = with_seed(1, lambda: LightNN((1, 8, 8), 10)).state_dict()
+    embedded = {key.removeprefix("net."): x for key, x in load_net(finished / "seed1" / "cosine").state_dict().items()}
+    for name, expected in {"new": begun, "embedded": {**begun, **embedded}}.items():
+        assert_same(expected, load_net(tmp_path / "run" / "seed1" / f"{name}-ce").state_dict())
+
+
 @torch.no_grad()
 def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
     pixels = (samples("test")[0][:3, 0] * 0.3759 + 0.3049).clamp(0, 1).mul(255).round().byte()
@@ -169,9 +209,18 @@ def test_predict_writes_vectors(finished: Path, tmp_path: Path) -> None:
         ([QUEUE[0], "200"], "--variants.queue.queue 200: expected fewer than the 200 training samples"),
         (
             ["--teachers.big", "DeepNN", "--taught_by.cosine", "big"],
-            "--teachers.big DeepNN: not allowed with --data.task embedding",
+            "--taught_by.cosine teacher-big: expected teacher among its teachers, whose neighbours judge all students",
         ),
-        (["--zoo", "true"], "--zoo true: not allowed with --data.task embedding"),
+        ([*SEVERAL, "--embed", "teacher"], "--embed teacher: expected own beside 0.5 teacher and 0.5 teacher-big"),
+        (
+            ["--teachers.big", f"{__name__}.Elsewhere", *SEVERAL[2:]],
+            "--data.mean [0.3049]: expected [0.5], with which the weights of --teachers.big were trained",
+        ),
+        (
+            ["--data.validation_size", "1"],
+            "--data.validation_size 1: expected at least 2 images, which can be neighbours, or 0",
+        ),
+        (["--data.test_size", "1"], "--data.test_size 1: expected at least 2 images, which can be neighbours"),
         (["--metric", "f1"], "--metric f1: not allowed with --data.task embedding"),
     ],
 )  # fmt: skip
@@ -194,6 +243,52 @@ class Pretrained(LightNN):
         super().__init__(input_shape, num_classes)
         other = with_seed(7, lambda: LightNN(input_shape, 10))
         self.features.load_state_dict(other.features.state_dict())
+
+
+class Flat(nn.Sequential):
+    """Has no maps."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_the_zoo_is_all_that_compares_embeddings_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*EMBED, *QUEUE, "--student", f"{__name__}.Flat", "--seeds", "1"]
+    kd.main([*flags, "--zoo", "true", "--out", str(tmp_path / "zoo")])
+    out = capsys.readouterr().out
+    (others,) = [line for line in out.splitlines() if line.endswith(" do not compare embeddings")]
+    assert others.startswith("without AdaptiveKL, AttentionTransfer, ")
+    assert "Hinton" in others
+    found = results(tmp_path / "zoo")["students"]
+    assert found.keys() == {"untrained", "cosine", "mse", "kl", "queue", "rkd", "pkt", "cc"}
+    assert all(f"without {name}: --variants.{name}" in out for name in ("tokens", "tokenmatch", "sp"))
+    assert [*found] == sorted(found, key=lambda name: -found[name]["test_neighbours"][0])
+    kd.main([*flags, "--only", "pkt", "--out", str(tmp_path / "one")])
+    assert_same(nets(tmp_path / "one", "seed0/pkt"), nets(tmp_path / "zoo", "seed0/pkt"))
+
+
+class Elsewhere(Pretrained):
+    """Has learnt from images of another mean: no net is given those of another one."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int = 10) -> None:
+        super().__init__(input_shape, num_classes)
+        self.expects = {"mean": (0.5,), "std": (0.5,)}
+
+
+@torch.no_grad()
+def test_a_student_of_several_teachers_is_judged_by_the_first(tmp_path: Path) -> None:
+    """One teacher learns from the labels, the other brings its weights."""
+    run = tmp_path / "run"
+    others = ["--teachers.big", f"{__name__}.Pretrained", *SEVERAL[2:], "--only", "untrained", "cosine", "--seeds", "1"]
+    kd.main([*EMBED, "--teacher", "DeepNN", *others, "--out", str(run)])
+    saved, (queries, _) = results(run), samples("test")
+    judge = Embedder(load_net(run / "seed0" / "teacher"), (1, 8, 8)).eval()(queries)
+    for name in ("cosine", "teacher-big"):
+        vectors = load_net(run / "seed0" / name)(queries)
+        row = {**saved["students"], **saved["more_teachers"]}[name]
+        assert row["test_neighbours"][0] == pytest.approx(float(shared_neighbours(vectors, judge).mean()), abs=0.01)
+    assert saved["students"]["cosine"]["parameters"] == saved["students"]["untrained"]["parameters"]
+    assert "cosine: taught by 0.5 teacher and 0.5 teacher-big" in (run / "results.md").read_text()
 
 
 def test_folders_need_no_classes_and_a_net_that_brings_weights_is_not_trained(

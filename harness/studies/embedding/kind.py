@@ -1,6 +1,7 @@
 """What embeddings add to a comparison: a teacher that may learn from labels, and what classes the neighbours tell."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,20 +15,23 @@ from datamodules.base import InMemoryData
 from harness.reports.html import Section
 from harness.reports.results import Results
 from harness.runs.arm_names import choice_at
+from harness.runs.nets import load_net
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
-from harness.runs.teacher_weights import TEACHER, is_teacher
+from harness.runs.teacher_weights import TAUGHT_BY, TEACHER, TeacherWeights, format_teachers, is_teacher
 from harness.studies import costs
 from harness.studies.choices import make_net, net_of_task
 from harness.studies.embedding import pictures
 from harness.studies.kinds import DataKind, command_line
 from harness.studies.next_steps import best_student
 from harness.studies.teachers import has_trained_teacher
-from lit_modules.embedding.neighbours import probe, vote
+from lit_modules.embedding.neighbours import probe, shared_neighbours, vote
+from lit_modules.embedding.several import SeveralEmbedders, SeveralTeachers
 from lit_modules.nets.base import cast_inputs, evaluating
 from lit_modules.nets.embedder import Embedder
 from lit_modules.nets.stored import Outputs
+from lit_modules.objectives.base import Objective
 
 PARTS = "train", "test"
 CLASSES = 2  # of data, at least, which neighbours tell
@@ -54,14 +58,21 @@ class EmbeddingKind(DataKind):
 
     def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
         super().__init__(session, arms)
+        self.arms = list(arms)
         self._brings_weights = dict[str, bool]()  # by the teacher's key
 
     def check(self) -> None:
-        if self.config.zoo:
-            raise BadInput("zoo", "true", f"not allowed with {self.chosen_by}, which trains all its methods")
-        if others := self.config.teachers:
-            name, choice = next(iter(others.items()))
-            raise BadInput(f"teachers.{name}", choice.name, f"not allowed with {self.chosen_by}: one teacher")
+        for part in ("validation", "test"):
+            if self.session.data.sizes[part] == 1:
+                expected = "at least 2 images, which can be neighbours" + ", or 0" * (part == "validation")
+                raise BadInput(f"data.{part}_size", 1, expected)
+        for arm in self.arms:
+            if TEACHER not in arm.teachers:
+                expected = f"{TEACHER} among its teachers, whose neighbours judge all students"
+                raise BadInput(f"{TAUGHT_BY}.{arm.name}", format_teachers(arm.teachers), expected)
+            if len(arm.teachers) > 1 and self.config.embed == "teacher":
+                expected = f"own beside {format_teachers(arm.teachers)}, which teach {arm.name}"
+                raise BadInput("embed", "teacher", expected)
 
     def has_trained_teacher(self, session: Session, key: str = TEACHER) -> bool:
         """Also of a net whose weights depend on no seed: it brings them, as those of other libraries do."""
@@ -82,22 +93,36 @@ class EmbeddingKind(DataKind):
         return self._brings_weights[key]
 
     @contextmanager
-    def data_of_teacher(self, session: Session) -> Iterator[None]:
+    def data_of_teacher(self, session: Session, key: str = TEACHER) -> Iterator[None]:
         data: Any = session.data
-        if self.has_trained_teacher(session):
+        if self.has_trained_teacher(session, key):
             yield
             return
         if data.num_classes < CLASSES:
             expected = f"a teacher that is loaded: {data.name} has no classes from which one could learn"
-            raise BadInput(TEACHER, self.config.teacher.name, expected)
+            raise BadInput(key, cli.choice_at(session.config, key).name, expected)
         task, data.task = data.task, "classification"
         try:
             yield
         finally:
             data.task = task
 
+    def merge_teachers(self, session: Session, nets: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:
+        if len(nets) == 1:
+            return nets[TEACHER]
+        order = sorted(nets, key=lambda key: key != TEACHER)  # which judges
+        embedders = [self.prepare_teacher(session, nets[key], []) for key in order]
+        total = math.fsum(shares.values())
+        return SeveralEmbedders(embedders, [shares[key] / total for key in order])
+
+    def prepare_objective(self, objective: Objective, teacher: nn.Module) -> Objective:
+        if not isinstance(teacher, SeveralEmbedders) or not objective.uses_teacher:
+            return objective
+        return SeveralTeachers.of(objective, teacher.weights)
+
     def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
-        return teacher if isinstance(teacher, Embedder | Outputs) else Embedder(teacher, session.data.input_shape)
+        is_prepared = isinstance(teacher, Embedder | SeveralEmbedders | Outputs)
+        return teacher if is_prepared else Embedder(teacher, session.data.input_shape)
 
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
         if (
@@ -116,9 +141,10 @@ class EmbeddingKind(DataKind):
         figures: dict[str, float | None] = {}
         if is_teacher(arm.net):  # as a classifier it may have other values of single samples
             net, record = self.prepare_teacher(session, net, []), replace(record, samples={})
-            figures["test_neighbours"] = 1.0
         with outcome.autocast(), costs.alone(outcome.device):
             (bank, known), (queries, labels) = (embed(session.data, net, part, outcome.device) for part in PARTS)
+            if is_teacher(arm.net):
+                figures["test_neighbours"] = self._shared_with_teacher(session, plan, arm, queries, outcome.device)
         if plan.seed == session.config.seeds[0] and plan.until is None:
             pictures.write_neighbours(plan.folder(session.out) / arm.name, queries)
         if session.data.num_classes >= CLASSES:
@@ -126,6 +152,16 @@ class EmbeddingKind(DataKind):
                 predicted = classify(queries, bank, known, session.data.num_classes)
                 figures[name] = float((predicted == labels).double().mean())
         return replace(record, figures={**record.figures, **figures})
+
+    def _shared_with_teacher(
+        self, session: Session, plan: FitPlan, arm: Arm, embeddings: Tensor, device: torch.device
+    ) -> float:
+        """Return the share of neighbours of test images that a teacher's embeddings (n, D) share with the first's."""
+        if arm.net == TEACHER:
+            return 1.0
+        first = load_net(plan.folder(session.out) / TEACHER, "out").to(device)
+        theirs, _ = embed(session.data, self.prepare_teacher(session, first, []), PARTS[-1], device)
+        return float(shared_neighbours(embeddings, theirs).mean())
 
     def next_steps(self, session: Session, folder: str) -> dict[str, str]:
         return {"predict": command_line("predict.py", run=folder, inputs="FOLDER", out="embeddings.npz")}

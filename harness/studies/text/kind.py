@@ -13,6 +13,7 @@ from harness.reports.results import Results
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
+from harness.runs.teacher_weights import TEACHER
 from harness.studies.kinds import DataKind, command_line
 from harness.studies.text import answers, answers_section
 from harness.studies.text.mixer_parts import add_parts
@@ -39,7 +40,7 @@ class TextKind(DataKind):
         self.stored.check()
 
     @contextmanager
-    def data_of_teacher(self, session: Session) -> Iterator[None]:
+    def data_of_teacher(self, session: Session, key: str = TEACHER) -> Iterator[None]:
         with self.tokens.data(session):
             yield
 
