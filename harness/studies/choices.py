@@ -121,7 +121,7 @@ def net_of_task(session: Session, net: nn.Module, key: str) -> nn.Module:
 
 def is_in_file(config: Namespace, key: str) -> bool:
     """Return whether the net chosen under a key has no weights, but outputs in a file."""
-    return issubclass(cli.choice_at(config, key).target, Outputs)
+    return issubclass(choice_at(config, key).target, Outputs)
 
 
 def trained_spec(session: Session, key: str, net: nn.Module, teacher: str = "teacher") -> Spec:

@@ -104,7 +104,8 @@ def list_fitting(
         return not is_default or bool({name, arm.variant} & {*(config.only or ())})
 
     asked_for = {name for name, arm in arms.items() if is_asked_for(name, arm)}
-    if not (fit := keep_fitting(arms, asked_for, parser, build)):
+    compared = [name for name, arm in arms.items() if name in asked_for or outputs in arm.method.target.compares]
+    if not (fit := keep_fitting(compared, asked_for, parser, build)):
         raise BadInput("zoo", "true", "nets that at least one method fits")
     return fit
 

@@ -100,7 +100,7 @@ class EmbeddingKind(DataKind):
             return
         if data.num_classes < CLASSES:
             expected = f"a teacher that is loaded: {data.name} has no classes from which one could learn"
-            raise BadInput(key, cli.choice_at(session.config, key).name, expected)
+            raise BadInput(key, choice_at(session.config, key).name, expected)
         task, data.task = data.task, "classification"
         try:
             yield

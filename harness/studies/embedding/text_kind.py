@@ -10,6 +10,7 @@ from torch import nn
 from apprentice.errors import BadInput
 from harness.reports.html import Section
 from harness.reports.results import Results
+from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
@@ -33,11 +34,11 @@ class RetrievalKind(EmbeddingKind):
     chosen_by = "`data Pairs`"
 
     @contextmanager
-    def data_of_teacher(self, session: Session) -> Iterator[None]:
+    def data_of_teacher(self, session: Session, key: str = TEACHER) -> Iterator[None]:
         data: Any = session.data
-        if not self.has_trained_teacher(session) and (data.label_shape[0] == 1 or data.scores("test") is not None):
+        if not self.has_trained_teacher(session, key) and (data.label_shape[0] == 1 or data.scores("test") is not None):
             expected = f"a teacher that is loaded: {data.name} has no answers to queries from which one could learn"
-            raise BadInput(TEACHER, self.config.teacher.name, expected)
+            raise BadInput(key, choice_at(session.config, key).name, expected)
         yield
 
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
