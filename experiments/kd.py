@@ -65,7 +65,6 @@ WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be 
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
-STUDENT_WEIGHTS = "harness.studies.student_weights"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -206,7 +205,7 @@ class KD(BakeOff):
             else:
                 net = build_net(session, arm.net, seed_of_net)
                 if config.student_ckpt:
-                    import_module(STUDENT_WEIGHTS).load_student(session, net, arm.net, seed)
+                    import_module("harness.studies.student_weights").load_student(session, net, arm.net, seed)
                 net = self.kind.prepare_student(session, net, teacher, seed_of_net)
                 students[arm.name] = net, objective
             if arm.optimizer:
@@ -232,8 +231,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.config.taught_by and run.config.tune:
             flag, value = next(iter(run.config.taught_by.items()))
             raise BadInput(f"taught_by.{flag}", value, "not allowed with --tune, which searches with one teacher")
-        if run.config.student_ckpt:
-            import_module(STUDENT_WEIGHTS).check_student_weights(run)
         if do_job(run, KD):
             return
         run.announce()

@@ -23,8 +23,9 @@ def load_student(session: Session, net: nn.Module, key: str, seed: int) -> None:
     stays new.
 
     Raises:
-        BadInput: they don't fit, or have learnt from other images.
+        BadInput: they don't fit, or have learnt from other images; or others are named for a student that is not.
     """
+    _check_names(session)
     name = key.removeprefix(f"{STUDENTS}.")
     if name == key or name not in session.config.student_ckpt:
         return
@@ -42,7 +43,7 @@ def load_student(session: Session, net: nn.Module, key: str, seed: int) -> None:
         session.origins[flag] = Origin.of(net, has_weights=True)
 
 
-def check_student_weights(session: Session) -> None:
+def _check_names(session: Session) -> None:
     """Raise BadInput if weights are named for a student that is not."""
     names = vars(session.config).get(STUDENTS, {})
     for name, path in session.config.student_ckpt.items():

@@ -123,6 +123,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     names |= dict.fromkeys(["runs/t4/seed0/kd", "runs/photos/seed0/kd"], "done/kd/seed0/kd")
     names |= {"first/split.csv": "split.csv", "runs/heads/seed0/one": "done/gpt/seed0/gpt"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
+    names |= {"runs/embeddings/seed{seed}/rkd": "done/kd/seed0/kd"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
     flags = [re.sub(r"\bRUN/seed(\d|{seed})", "done/kd/seed0", flag) for flag in flags]
