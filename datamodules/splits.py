@@ -72,7 +72,9 @@ def as_floats(labels: Tensor, task: str, columns: int, name: str) -> Tensor:
     if floats.dim() != 2 or floats.shape[1] != columns:
         raise BadInput("data", name, f"labels (n, {columns}) for `task` {task}; they are {tuple(labels.shape)}")
     if task == MULTILABEL:
-        floats = floats if labels.is_floating_point() else floats.masked_fill(labels.view_as(floats) == HIDDEN, torch.nan)
+        floats = (
+            floats if labels.is_floating_point() else floats.masked_fill(labels.view_as(floats) == HIDDEN, torch.nan)
+        )
         if wrong := floats[~((floats == 0) | (floats == 1) | floats.isnan())].tolist():
             raise BadInput("data", name, f"labels that are 0, 1, or NaN where unknown; one is {wrong[0]:g}")
     elif floats.isinf().any():

@@ -278,8 +278,13 @@ class Distillation(Loop):
         """Where training is, and which rows a batch has."""
         done = self.batches_done
         progress = done / self.epoch_batches, done / self.batches_planned
-        context = StepContext(done, *progress, samples=self._samples, has_labels=self.task.outputs != EMBEDDINGS,
-                              loss=self.task.loss_of_labels)
+        context = StepContext(
+            done,
+            *progress,
+            samples=self._samples,
+            has_labels=self.task.outputs != EMBEDDINGS,
+            loss=self.task.loss_of_labels,
+        )
         if batch is None:
             return context
         return replace(context, index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)

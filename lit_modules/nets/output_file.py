@@ -99,6 +99,9 @@ def _outputs(path: Path, file: OutputFile, kind: str, data: Any) -> tuple[Tensor
     outputs = torch.from_numpy(values.astype(np.float64 if values.dtype == np.float64 else np.float32))
     if faults := (~outputs.isfinite().all(1)).nonzero().flatten().tolist():
         raise BadInput(FLAG, path, f"finite {name}; entry {faults[0]} has another, and {len(faults)} have in all")
+    if kind == VALUES:  # which are in the data's unit, and those of nets standardised
+        mean, std = data.label_scale
+        outputs = ((outputs.double() - mean) / std).to(outputs.dtype)
     if name == PROBABILITIES:
         outputs = _logits_of(path, outputs, kind)
     if kind not in {CLASSES, LABELS} or not file.classes:

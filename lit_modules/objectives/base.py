@@ -118,7 +118,7 @@ class Objective(Recorded, nn.Module, ABC):
     ) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16.
 
-        Where labels are no classes, `forward` gets zeros in their place, and its cross-entropies are the context's loss.
+        Where labels are no classes, `forward` gets zeros for them, and its cross-entropies are the context's loss.
         """
         with torch.autocast(labels.device.type, enabled=False):
             student, classes = student.widen(), labels

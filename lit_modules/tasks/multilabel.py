@@ -111,7 +111,9 @@ class LabelScores(Scores):
     def compute(self) -> dict[str, Tensor]:
         gathered = self.gathered.compute()
         target = gathered["labels"].nan_to_num(IGNORE).long()
-        ap = multilabel_average_precision(gathered["logits"], target, target.shape[1], average="none", ignore_index=IGNORE)
+        ap = multilabel_average_precision(
+            gathered["logits"], target, target.shape[1], average="none", ignore_index=IGNORE
+        )
         mean = ap[(target == 1).any(0)].double().mean()  # a label that no sample has, has none
         exact, right = self.exact.compute(), self.right.compute()
         return {"loss": self.loss.compute(), "map": mean, "exact": exact, "label_acc": right}

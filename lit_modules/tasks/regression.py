@@ -62,7 +62,9 @@ class Regression(Task):
 
     def standardize(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return numbers (b, D) as nets give them."""
-        mean, std = (torch.tensor(values, dtype=torch.float64, device=labels.device) for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64, device=labels.device) for values in (self.mean, self.std)
+        )
         return ((labels.double() - mean) / std).to(dtype)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
