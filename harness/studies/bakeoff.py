@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from torch import nn
@@ -205,11 +205,9 @@ class BakeOff(SideBySide):
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
         is_trained, arm = self.kind.has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
         epochs = None if is_trained else teacher_epochs(self.session, key)
-        batch_size, net = (
-            self.config.teacher_batch_size,
-            self.teacher(seed, key).net if is_in_file(self.config, key) else None,
-        )
-        tested = not isinstance(net, Outputs) or "test" in net.parts
+        batch_size, tested = self.config.teacher_batch_size, True
+        if is_in_file(self.config, key):
+            tested = "test" in cast("Outputs", self.teacher(seed, key).net).parts
         return FitPlan(
             seed, arm.name, (arm,), epochs, is_trained, tested=tested, batch_size=batch_size, all_labels=True
         )

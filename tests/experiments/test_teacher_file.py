@@ -19,6 +19,7 @@ from tests.training import assert_same
 
 SIZES = ["--data", "Digits", "--data.train_size", "60", "--data.test_size", "40", "--seeds", "1"]
 FIT = [*SIZES, "--data.batch_size", "16", "--trainer.max_epochs", "2", "--teacher_cache_mb", "64"]
+save: Any = np.savez
 PARTS = "train", "validation", "test"
 live = run_of(kd, *FIT, "--teacher", "LightNN", "--only", "ce", "kd", "dist")
 
@@ -40,7 +41,7 @@ def entries(run: Path) -> dict[str, np.ndarray]:
 
 
 def written(folder: Path, arrays: dict[str, np.ndarray], name: str = "teacher.npz") -> list[str]:
-    np.savez(folder / name, **arrays)
+    save(folder / name, **arrays)
     return ["--teacher", "Outputs", "--teacher.file", str(folder / name)]
 
 
@@ -131,8 +132,8 @@ def test_classes_are_matched_by_name_and_probabilities_are_logarithms(live: Path
     order = np.roll(np.arange(10), 3)
     logits = torch.from_numpy(arrays["logits"].copy()).double()
     named = {"row": arrays["row"], "part": arrays["part"], "classes": np.array(data.class_names)[order]}
-    np.savez(tmp_path / "p.npz", probabilities=logits.softmax(1).numpy()[:, order], **named)
-    np.savez(tmp_path / "z.npz", **arrays)
+    save(tmp_path / "p.npz", probabilities=logits.softmax(1).numpy()[:, order], **named)
+    save(tmp_path / "z.npz", **arrays)
     plain, _ = outputs_of(tmp_path / "z.npz", data, "classes", ["train"])
     found, note = outputs_of(tmp_path / "p.npz", data, "classes", ["train"])
     assert note == "its outputs are put into the order of the data's classes"

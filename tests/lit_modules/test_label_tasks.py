@@ -1,7 +1,7 @@
 """Labels that are no classes: their losses, scores and methods are their formulas, on any number of ranks."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ class Labelled(InMemoryData):
     """Digits whose labels are whether they are even, above 4 and divisible by 3; some are unknown."""
 
     input_shape = SHAPE
-    class_names = ("even", "large", "third")
+    class_names: tuple[str, ...] = ("even", "large", "third")
     task = "multilabel"
 
     def read(self) -> tuple[Split, ...]:
@@ -146,7 +146,7 @@ def test_one_rank_and_three_train_alike(kind: type[Labelled]) -> None:
         classes = data.num_classes
         students = {name: (net(num_classes=classes), objective) for name, objective in KINDS[kind].items()}
         module = Distillation(net(DeepNN, 1, num_classes=classes), students, SHAPE, classes, task=task_of(data))
-        return weights(fit(module, data, **on(place), precision="64-true"))
+        return weights(fit(module, cast("Any", data), **on(place), precision="64-true"))
 
     assert_same(distilled("ddp 1"), distilled("ddp 3"), atol=1e-9)
 
