@@ -125,7 +125,7 @@ def test_mld_is_exact_where_probabilities_are_all_but_certain() -> None:
         p, lp, lq = [1 / (1 + np.exp(-a)), -np.log1p(np.exp(-a)), -np.log1p(np.exp(-b))]
         n, ln, lm = [1 / (1 + np.exp(a)), -np.log1p(np.exp(a)), -np.log1p(np.exp(b))]
         terms.append(p * (lp - lq) + n * (ln - lm))
-    assert float(value) == pytest.approx(np.mean(terms), rel=1e-9)
+    assert float(value.detach()) == pytest.approx(np.mean(terms), rel=1e-9)
     (gradient,) = torch.autograd.grad(value.sum(), s)
     torch.testing.assert_close(gradient, (s.sigmoid() - t.sigmoid()) / 3, rtol=1e-9, atol=1e-16)
 
