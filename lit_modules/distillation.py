@@ -23,8 +23,7 @@ from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.outputs import EMBEDDINGS, Outputs
 from lit_modules.nets.specs import Spec, rebuild
-from lit_modules.nets.stored import Outputs as StoredOutputs
-from lit_modules.nets.stored import TeacherWithoutWeights
+from lit_modules.nets.stored import TeacherInFile, TeacherWithoutWeights
 from lit_modules.objectives.base import Objective, average_labelled
 from lit_modules.objectives.context import StepContext, call
 from lit_modules.tasks import LABELLED, Classification, Task
@@ -239,7 +238,7 @@ class Distillation(Loop):
     def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
         """What evaluation scores, also of averages, and of the teacher if `beside` it."""
         beside, inputs = beside and self.has_teacher, batch.inputs
-        stored = self.teacher if beside and isinstance(self.teacher, StoredOutputs) else None
+        stored = self.teacher if beside and isinstance(self.teacher, TeacherInFile) else None
         teacher, students = self(inputs, request=ForwardRequest(beside and stored is None, self.runs, "scores"))
         if stored is not None:
             teacher = stored.rows(self.evaluated_part, batch.index)

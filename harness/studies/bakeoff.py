@@ -53,7 +53,6 @@ from harness.studies.teachers import (
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.ensemble import Ensemble
-from lit_modules.nets.stored import Outputs
 from lit_modules.training.loop import Loop
 from strategies import PipelineStrategy
 
@@ -207,7 +206,7 @@ class BakeOff(SideBySide):
         epochs = None if is_trained else teacher_epochs(self.session, key)
         batch_size, tested = self.config.teacher_batch_size, True
         if is_in_file(self.config, key):
-            tested = "test" in cast("Outputs", self.teacher(seed, key).net).parts
+            tested = "test" in cast("Any", self.teacher(seed, key).net).parts
         return FitPlan(
             seed, arm.name, (arm,), epochs, is_trained, tested=tested, batch_size=batch_size, all_labels=True
         )

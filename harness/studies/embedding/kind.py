@@ -27,7 +27,7 @@ from harness.studies.teachers import has_trained_teacher
 from lit_modules.embedding.neighbours import probe, vote
 from lit_modules.nets.base import cast_inputs, evaluating
 from lit_modules.nets.embedder import Embedder
-from lit_modules.nets.stored import Outputs
+from lit_modules.nets.stored import TeacherInFile
 
 PARTS = "train", "test"
 CLASSES = 2  # of data, at least, which neighbours tell
@@ -93,13 +93,13 @@ class EmbeddingKind(DataKind):
             data.task = task
 
     def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
-        return teacher if isinstance(teacher, Embedder | Outputs) else Embedder(teacher, session.data.input_shape)
+        return teacher if isinstance(teacher, Embedder | TeacherInFile) else Embedder(teacher, session.data.input_shape)
 
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
         if (
             session.config.embed == "own"
             or not isinstance(net, Embedder)
-            or not isinstance(teacher, Embedder | Outputs)
+            or not isinstance(teacher, Embedder | TeacherInFile)
         ):
             return net
         return with_seed(seed, lambda: net.with_width(teacher.width))
@@ -140,7 +140,9 @@ def embed(data: InMemoryData, net: nn.Module, part: str, device: torch.device) -
         for places in torch.arange(data.sizes[part]).split(data.evaluation_batch_size):
             inputs, known = data.samples(part, places)
             of_net = (
-                net.rows(part, places).logits if isinstance(net, Outputs) else net(cast_inputs(net, inputs.to(device)))
+                net.rows(part, places).logits
+                if isinstance(net, TeacherInFile)
+                else net(cast_inputs(net, inputs.to(device)))
             )
             embeddings.append(of_net.double().cpu())
             labels.append(known)
