@@ -163,7 +163,7 @@ class InMemoryData(DataHooks):
         """Return a source with labels as its task has them."""
         if self.task not in splits.FLOAT_TASKS:
             return source
-        labels = splits.as_floats(source.labels, self.task, self.num_classes, self.name)
+        labels = splits.as_floats(source.labels, self.task, self.num_classes, str(self.name))
         return splits.Split(source.take(torch.arange(len(labels))).inputs, labels)
 
     @property

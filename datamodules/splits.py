@@ -160,7 +160,7 @@ def describe_drawn(sizes: Mapping[str, int], tested: Tensor, class_names: Sequen
     untested = [name for name, count in zip(class_names, counts, strict=True) if not count]
     drawn = ", ".join(f"{part} {count:,}" for part, count in sizes.items())
     missing = f"; too small to be tested: {', '.join(untested)}" if untested else ""
-    how = "split by class" if len(class_names) > 1 else "split"
+    how = "split by class" if len(class_names) > 1 and not tested.is_floating_point() else "split"
     return f"there is no test set: {how}, as seed {seed} draws: {drawn}{missing}"
 
 

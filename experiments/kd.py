@@ -59,12 +59,13 @@ from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets.stored import Outputs as StoredOutputs
+from lit_modules.nets.stored import TeacherInFile
 
 WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be written")
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
+IN_FILE = "lit_modules.nets.output_file"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -135,7 +136,7 @@ def parser() -> cli.Parser:
     sets = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
     parser.groups += options_by_task()
-    net = cli.Classes((nets.Net, nn.Module), nets, more=(StoredOutputs,))
+    net = cli.Classes((nets.Net, nn.Module), nets, more=(import_module(IN_FILE).Outputs,))
     method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
     parser.add_choice("teacher", net, "DeepNN", fixed=arguments_set_by_data, about="the net that teaches")
     about = "the net that learns"
@@ -194,7 +195,7 @@ class KD(BakeOff):
         """Build the module of some students of a teacher."""
         session, config, data = self.session, self.config, self.session.data
         students, optimizers, arms = {}, {}, list(arms)
-        if not isinstance(teacher, StoredOutputs):
+        if not isinstance(teacher, TeacherInFile):
             teacher = self.kind.prepare_teacher(session, teacher, arms)
         for arm in arms:
             objective = self.kind.prepare_objective(arm.objective(config), teacher)

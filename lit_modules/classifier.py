@@ -15,7 +15,7 @@ from lit_modules.nets.base import pipeline_stages
 from lit_modules.nets.layers import heads, run
 from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.specs import Spec, rebuild
-from lit_modules.nets.stored import Outputs as StoredOutputs
+from lit_modules.nets.stored import TeacherInFile
 from lit_modules.objectives.base import average_labelled, replace_ignored_labels, weigh_classes
 from lit_modules.tasks import Classification, Task
 from lit_modules.training.extras import extras_of_nets
@@ -107,7 +107,7 @@ class LitClassifier(Loop):
         return {"": self(inputs)}
 
     def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
-        if isinstance(self.net, StoredOutputs):
+        if isinstance(self.net, TeacherInFile):
             return Predictions(None, {"": self.net.rows(self.evaluated_part, batch.index)}, {})
         if self.optimization.compiled:
             return super().evaluate(batch, beside)

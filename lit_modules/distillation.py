@@ -23,8 +23,7 @@ from lit_modules.nets.classes import check_classes
 from lit_modules.nets.layers import input_names, layer
 from lit_modules.nets.outputs import UNLABELLED, Outputs
 from lit_modules.nets.specs import Spec, rebuild
-from lit_modules.nets.stored import Outputs as StoredOutputs
-from lit_modules.nets.stored import TeacherWithoutWeights
+from lit_modules.nets.stored import TeacherInFile, TeacherWithoutWeights
 from lit_modules.objectives.base import Objective, average_labelled
 from lit_modules.objectives.context import StepContext, call
 from lit_modules.tasks import LABELLED, Classification, Task
@@ -232,10 +231,10 @@ class Distillation(Loop):
     def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
         """What evaluation scores, also of averages, and of the teacher if `beside` it."""
         beside, inputs = beside and self.has_teacher, batch.inputs
-        is_stored = isinstance(self.teacher, StoredOutputs)
-        teacher, students = self(inputs, request=ForwardRequest(beside and not is_stored, self.runs, "scores"))
-        if beside and isinstance(self.teacher, StoredOutputs):
-            teacher = self.teacher.rows(self.evaluated_part, batch.index)
+        stored = self.teacher if beside and isinstance(self.teacher, TeacherInFile) else None
+        teacher, students = self(inputs, request=ForwardRequest(beside and stored is None, self.runs, "scores"))
+        if stored is not None:
+            teacher = stored.rows(self.evaluated_part, batch.index)
         averages = {name: net for name in self.active_runs if (net := self.average_of(name)) is not None}
         return Predictions(
             teacher if beside else None,
@@ -271,13 +270,8 @@ class Distillation(Loop):
         """Where training is, and which rows a batch has."""
         done = self.batches_done
         progress = done / self.epoch_batches, done / self.batches_planned
-        context = StepContext(
-            done,
-            *progress,
-            samples=self._samples,
-            has_labels=self.task.outputs not in UNLABELLED,
-            loss=self.task.loss_of_labels,
-        )
+        has_labels, loss = self.task.outputs not in UNLABELLED, self.task.loss_of_labels
+        context = StepContext(done, *progress, samples=self._samples, has_labels=has_labels, loss=loss)
         if batch is None:
             return context
         return replace(context, index=batch.index, rows=batch.rows, count=batch.count, is_written=batch.is_written)

@@ -162,14 +162,14 @@ class Pairs(InMemoryData):
 
     def scores(self, part: str) -> Tensor | None:
         """The human scores (n,) float64 of the pairs of a part, if the data have such."""
-        return self._rows(part).scores
+        return self._text_rows(part).scores
 
     def texts(self, part: str, places: Sequence[int] | Tensor) -> list[tuple[str, ...]]:
         """The k texts of each row at places (n,) of a part."""
-        chosen = self._rows(part).inputs[torch.as_tensor(places, dtype=torch.int64)]
+        chosen = self._text_rows(part).inputs[torch.as_tensor(places, dtype=torch.int64)]
         return [tuple(decode_bytes(text) for text in row) for row in chosen]
 
-    def _rows(self, part: str) -> TextRows:
+    def _text_rows(self, part: str) -> TextRows:
         rows: Any = self.split(part)
         return rows
 
@@ -179,7 +179,7 @@ class Pairs(InMemoryData):
 
     def fingerprint(self) -> Fingerprint:
         """Of texts and scores."""
-        of_parts = map(self._rows, LIMITS)
+        of_parts = map(self._text_rows, LIMITS)
         tensors = ((x.inputs, x.labels, *([] if x.scores is None else [x.scores])) for x in of_parts)
         return {part: fingerprints.of_tensors(*x) for part, x in zip(LIMITS, tensors, strict=True)}
 

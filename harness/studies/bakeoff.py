@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from torch import nn
@@ -46,7 +46,6 @@ from harness.studies.side_by_side import Builder, SideBySide, group_by_teachers
 from harness.studies.teachers import check_head_only, check_own_settings, note_origins, teacher_epochs
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
-from lit_modules.nets.stored import Outputs
 from lit_modules.training.loop import Loop
 from strategies import PipelineStrategy
 
@@ -203,11 +202,9 @@ class BakeOff(SideBySide):
     def teacher_plan(self, seed: int, key: str = TEACHER) -> FitPlan:
         is_trained, arm = self.kind.has_trained_teacher(self.session, key), Arm(teacher_row_name(key), key)
         epochs = None if is_trained else teacher_epochs(self.session, key)
-        batch_size, net = (
-            self.config.teacher_batch_size,
-            self.teacher(seed, key).net if is_in_file(self.config, key) else None,
-        )
-        tested = not isinstance(net, Outputs) or "test" in net.parts
+        batch_size, tested = self.config.teacher_batch_size, True
+        if is_in_file(self.config, key):
+            tested = "test" in cast("Any", self.teacher(seed, key).net).parts
         return FitPlan(
             seed, arm.name, (arm,), epochs, is_trained, tested=tested, batch_size=batch_size, all_labels=True
         )

@@ -32,7 +32,7 @@ from lit_modules.nets.from_teacher import FromTeacher
 from lit_modules.nets.identity import Origin
 from lit_modules.nets.layers import check_keeps_apart
 from lit_modules.nets.specs import Recorded, path_of
-from lit_modules.nets.stored import Outputs
+from lit_modules.nets.stored import TeacherInFile
 from lit_modules.tasks import CLASSES, Metric, OwnMetric, Task, task_class, task_of
 from lit_modules.training.loop import Loop
 from strategies.exact import ExactSteps
@@ -109,7 +109,7 @@ def net_spec(session: Session, key: str) -> Spec:
 
 def net_of_task(session: Session, net: nn.Module, key: str) -> nn.Module:
     """Return a net that gives the outputs of the data's task, of the one chosen under a key."""
-    if isinstance(net, Outputs):
+    if isinstance(net, TeacherInFile):
         found: nn.Module = resolve_name(f"{IN_FILE}.find_outputs")(session, net, key)
         return found
     if not (holder := task_class(session.data.task).net):
@@ -121,7 +121,7 @@ def net_of_task(session: Session, net: nn.Module, key: str) -> nn.Module:
 
 def is_in_file(config: Namespace, key: str) -> bool:
     """Return whether the net chosen under a key has no weights, but outputs in a file."""
-    return issubclass(choice_at(config, key).target, Outputs)
+    return issubclass(choice_at(config, key).target, TeacherInFile)
 
 
 def trained_spec(session: Session, key: str, net: nn.Module, teacher: str = "teacher") -> Spec:
@@ -220,7 +220,7 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
     config, data, strategy = session.config, session.data, trainer.strategy
     net = make_net(config, key, config.seeds[0], data.net_arguments, session.is_double)
     net = net_of_task(session, net, key)
-    if isinstance(net, Outputs):
+    if isinstance(net, TeacherInFile):
         resolve_name(f"{IN_FILE}.check_in_file")(session, net, key, trainer)
         return
     if trained:  # a teacher that is loaded may fill the memory once

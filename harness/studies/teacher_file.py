@@ -10,7 +10,7 @@ from harness.reports.tables import join_words
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, is_teacher
 from lit_modules.nets.identity import Origin
-from lit_modules.nets.stored import Outputs
+from lit_modules.nets.output_file import Outputs
 from lit_modules.tasks import task_class
 from strategies import PipelineStrategy
 

@@ -10,6 +10,7 @@ An npz has arrays, a Parquet file columns, of n entries:
 A row is a sample's place in the set as it was read, before parts were drawn from it.
 """
 
+import copy
 import json
 import zipfile
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -19,11 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from lit_modules.nets.classes import class_order
 from lit_modules.nets.outputs import CLASSES, EMBEDDINGS, LABELS, VALUES
+from lit_modules.nets.outputs import Outputs as NetOutputs
+from lit_modules.nets.stored import TeacherInFile
 
 FLAG = "teacher.file"
 PROBABILITIES, SCORES, CLASS_NAMES, PART = "probabilities", "scores", "classes", "part"
@@ -38,6 +41,63 @@ KEYS = "row", "file_name", "text"
 PARTS = "train", "validation", "test"
 LEAST = 1e-7  # a probability that stands for 0, whose logarithm no loss takes
 LISTED = 2  # samples in a message
+
+
+class Outputs(TeacherInFile):
+    """A teacher whose outputs for a data set's samples are in a file of the user's.
+
+    It may be behind an API, in ONNX or of scikit-learn. It is not asked: outputs are found by a sample's place in its
+    set, so the samples that train have to be the same in each epoch, and all of them in the file.
+
+    Attributes:
+        parts: outputs (n, C) of the samples of `train`, `validation` and `test` by these names, in their order; a part
+            of which the file lacks samples is left out. Known after `of_data`.
+        note: what a user may want to know of the classes; "" for nothing.
+
+    Args:
+        file: npz or Parquet.
+    """
+
+    feature_layer = ""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.parts, self.note = file, dict[str, Tensor](), ""
+        self.output = nn.Identity()  # a layer, for objectives that relate samples by the teacher's embeddings
+
+    def of_data(self, data: Any, kind: str, wanted: Collection[str] = ("train",)) -> "Outputs":
+        """Return a copy with the outputs for the samples of a data module, whose nets give outputs of this kind.
+
+        Raises:
+            BadInput: training changes the samples, or the file can't be read or lacks a sample of a wanted part.
+        """
+        bound = copy.copy(self)
+        bound.parts, bound.note = outputs_of(Path(self.file).expanduser(), data, kind, wanted)
+        bound.pooled_layer = "output" if kind == EMBEDDINGS else ""
+        bound.width = bound.parts["train"].shape[1]
+        bound.is_comparable = "test" in bound.parts
+        return bound
+
+    def part(self, name: str) -> Tensor:
+        """Return the outputs (n, C) of a part; BadInput before `of_data`."""
+        if not self.parts:
+            raise BadInput("teacher", "Outputs", "the outputs of a data set's samples, found by `of_data`")
+        return self.parts[name]
+
+    def rows(self, part: str, index: Tensor, layers: Collection[str] = ()) -> NetOutputs:
+        """Return the outputs (b, C) of a part's samples at these places (b,), and as features of these layers."""
+        return self._as_outputs(self.part(part)[index.cpu()].to(index.device), layers)
+
+    def zeros(self, inputs: Tensor, layers: Collection[str] = ()) -> NetOutputs:
+        """Return zeros in the place of outputs for inputs (b, ...), for checks of shapes."""
+        like = self.part("train")
+        return self._as_outputs(like.new_zeros(len(inputs), self.width).to(inputs.device), layers)
+
+    def _as_outputs(self, outputs: Tensor, layers: Collection[str]) -> NetOutputs:
+        return NetOutputs(outputs, dict.fromkeys(layers, outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise BadInput("teacher", "Outputs", f"a net with weights; of this one there are outputs alone, in {self.file}")
 
 
 class OutputFile(NamedTuple):
@@ -99,6 +159,9 @@ def _outputs(path: Path, file: OutputFile, kind: str, data: Any) -> tuple[Tensor
     outputs = torch.from_numpy(values.astype(np.float64 if values.dtype == np.float64 else np.float32))
     if faults := (~outputs.isfinite().all(1)).nonzero().flatten().tolist():
         raise BadInput(FLAG, path, f"finite {name}; entry {faults[0]} has another, and {len(faults)} have in all")
+    if kind == VALUES:  # which are in the data's unit, and those of nets standardised
+        mean, std = data.label_scale
+        outputs = ((outputs.double() - mean) / std).to(outputs.dtype)
     if name == PROBABILITIES:
         outputs = _logits_of(path, outputs, kind)
     if kind not in {CLASSES, LABELS} or not file.classes:

@@ -150,7 +150,7 @@ class Task(Recorded):
 
     @property
     def loss_of_labels(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """What stands for the cross-entropies of objectives, `loss`; None where labels are classes, or there are none."""
+        """What stands for the cross-entropies of objectives; None where labels are classes, or there are none."""
         return self.loss if self.outputs in {LABELS, VALUES} else None
 
     def label_shape(self, outputs: Tensor) -> tuple[int, ...]:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.stored import Outputs as StoredOutputs
-from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.stored import StoredTeacher, TeacherInFile
 from lit_modules.objectives.base import Objective
 from lit_modules.tasks.base import Task
 from lit_modules.training.extras import Extra
@@ -55,7 +54,7 @@ class Parts:
         folder: str | Path | None, tell: Callable[[str], object],
     ) -> TeacherOutputs:  # fmt: skip
         """Return what stores a teacher's outputs of so many classes; BadInput for a teacher that can't be stored."""
-        if isinstance(teacher, StoredOutputs):
+        if isinstance(teacher, TeacherInFile):
             of_file: TeacherOutputs = resolve_name(TEACHER_FILE)(teacher)
             return of_file
         if isinstance(teacher, StoredTeacher):

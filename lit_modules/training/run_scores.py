@@ -33,7 +33,7 @@ class RunScores(nn.Module):
         # Lists in the order of the runs: "" can't be the name of a submodule.
         self.scores = nn.ModuleList(task.scores() for _ in self.runs)
         self.averaged = nn.ModuleDict()  # by run, of averages of its weights
-        beside = task.fidelity if beside_teacher else ()
+        self.beside = beside = task.fidelity if beside_teacher else ()
         self.tested = nn.ModuleList(PerSample((*self.of(run).sampled, *beside)) for run in self.runs)
 
     def of(self, run: str) -> Scores:
@@ -67,7 +67,8 @@ class RunScores(nn.Module):
         """Keep the values of a batch's samples, also beside the teacher."""
         teacher = predictions.teacher if isinstance(predictions.teacher, Tensor) else None
         for run, scored in predictions.students.items():
-            values = self.of(run).of_sample(scored, batch.labels) | fidelity(scored, teacher, batch.labels)
+            beside = fidelity(scored, teacher, batch.labels) if self.beside else {}
+            values = self.of(run).of_sample(scored, batch.labels) | beside
             self._samples()[self.runs.index(run)].update(batch.index, values)
 
     def of_samples(self, failed: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:

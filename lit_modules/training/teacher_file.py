@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from apprentice.batch import Batch
+from lit_modules.nets.output_file import Outputs as StoredOutputs
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.stored import Outputs as StoredOutputs
 from lit_modules.objectives.base import Objective, condense_teacher
 from lit_modules.training.teacher import Teacher, layers_read
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from apprentice.batch import Batch
 from lit_modules.nets.layers import run
 from lit_modules.nets.outputs import Outputs
-from lit_modules.nets.stored import Outputs as StoredOutputs
+from lit_modules.nets.stored import TeacherInFile
 from lit_modules.objectives.base import Objective, condense_teacher
 from lit_modules.objectives.context import StepContext
 from lit_modules.tasks.scores import Scored
@@ -58,7 +58,7 @@ class WholeOutputs:
 
     def ask(self, net: nn.Module, inputs: Tensor, names: Collection[str], beside: Sequence[Tensor] = ()) -> Outputs:
         """Run a teacher; return its outputs with the features of these layers, zeros of one that is in a file."""
-        return net.zeros(inputs, names) if isinstance(net, StoredOutputs) else run(net, inputs, names, beside)
+        return net.zeros(inputs, names) if isinstance(net, TeacherInFile) else run(net, inputs, names, beside)
 
     def run_teacher(
         self, net: nn.Module, inputs: Tensor, beside: Sequence[Tensor], names: Collection[str],

@@ -30,7 +30,7 @@ from lit_modules.embedding.neighbours import probe, shared_neighbours, vote
 from lit_modules.embedding.several import SeveralEmbedders, SeveralTeachers
 from lit_modules.nets.base import cast_inputs, evaluating
 from lit_modules.nets.embedder import Embedder
-from lit_modules.nets.stored import Outputs
+from lit_modules.nets.stored import TeacherInFile
 from lit_modules.objectives.base import Objective
 
 PARTS = "train", "test"
@@ -121,14 +121,14 @@ class EmbeddingKind(DataKind):
         return SeveralTeachers.of(objective, teacher.weights)
 
     def prepare_teacher(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
-        is_prepared = isinstance(teacher, Embedder | SeveralEmbedders | Outputs)
+        is_prepared = isinstance(teacher, Embedder | SeveralEmbedders | TeacherInFile)
         return teacher if is_prepared else Embedder(teacher, session.data.input_shape)
 
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
         if (
             session.config.embed == "own"
             or not isinstance(net, Embedder)
-            or not isinstance(teacher, Embedder | Outputs)
+            or not isinstance(teacher, Embedder | TeacherInFile)
         ):
             return net
         return with_seed(seed, lambda: net.with_width(teacher.width))
@@ -180,7 +180,9 @@ def embed(data: InMemoryData, net: nn.Module, part: str, device: torch.device) -
         for places in torch.arange(data.sizes[part]).split(data.evaluation_batch_size):
             inputs, known = data.samples(part, places)
             of_net = (
-                net.rows(part, places).logits if isinstance(net, Outputs) else net(cast_inputs(net, inputs.to(device)))
+                net.rows(part, places).logits
+                if isinstance(net, TeacherInFile)
+                else net(cast_inputs(net, inputs.to(device)))
             )
             embeddings.append(of_net.double().cpu())
             labels.append(known)
