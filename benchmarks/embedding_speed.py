@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from PIL import Image
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torchvision.io import write_jpeg
 
 from apprentice.keyed import with_seed
 from benchmarks import common
@@ -43,7 +43,7 @@ from lit_modules.nets.embedder import Embedder
 from lit_modules.objectives import RKD, EmbeddingMatch, Objective, SimilarityKL, Sum, TokenSimilarity
 
 SIDE, SHAPE, WARMUP = 64, (3, 64, 64), 2
-TEACHER, STUDENT, CROP = "vit_base_patch16_224", "resnet18", (0.14, 1.0)
+STUDENT, CROP = "resnet18", (0.14, 1.0)
 OURS, LIGHTLY, FOUR = "ours", "Lightly Train", "four in one pass"
 METHODS: dict[str, Any] = {
     "cosine": EmbeddingMatch, "kl": SimilarityKL, "rkd": RKD, "tokens": TokenSimilarity,
@@ -75,7 +75,8 @@ def write_images(folder: Path, count: int) -> None:
     draw = torch.Generator().manual_seed(0)
     for number in range(count):
         pixels = F.interpolate(torch.rand(1, 3, 8, 8, generator=draw), SIDE, mode="bilinear")[0]
-        write_jpeg((255 * pixels).to(torch.uint8), str(folder / f"{number:05}.jpg"))
+        image = Image.fromarray((255 * pixels).to(torch.uint8).permute(1, 2, 0).numpy())
+        image.save(folder / f"{number:05}.jpg")
 
 
 def objectives(side: str, queue: int) -> dict[str, Objective]:
@@ -95,14 +96,14 @@ def make_data(folder: str, batch_size: int) -> ImageFolder:
     return ImageFolder(folder, SIDE, transforms=transforms, mixup=1.0, task="embedding", batch_size=batch_size, **sizes)
 
 
-def ours(side: str, folder: str, steps: int, batch_size: int) -> dict[str, float]:
+def ours(side: str, folder: str, steps: int, batch_size: int, teacher_name: str) -> dict[str, float]:
     """Train students by the methods of a side; return the seconds of a step and memory."""
     common.one_thread()
     keep_memory()
     data, marks = make_data(folder, batch_size), Marks()
     data.prepare_data()
     data.setup("fit")
-    teacher = Embedder(with_seed(1, lambda: Timm(TEACHER, SHAPE)), SHAPE)
+    teacher = Embedder(with_seed(1, lambda: Timm(teacher_name, SHAPE)), SHAPE)
     net = with_seed(0, lambda: Torchvision(STUDENT, SHAPE))  # of which each Embedder has a copy
     methods = objectives(side, 2 * batch_size)
     students = {name: (Embedder(net, SHAPE), objective) for name, objective in methods.items()}
@@ -116,14 +117,14 @@ def ours(side: str, folder: str, steps: int, batch_size: int) -> dict[str, float
     return marks.figures()
 
 
-def lightly(folder: str, steps: int, batch_size: int) -> dict[str, float]:
+def lightly(folder: str, steps: int, batch_size: int, teacher_name: str) -> dict[str, float]:
     """Train a student by Lightly Train's third method; return the seconds of a step and memory."""
     common.one_thread()
     import lightly_train
     import timm
 
     marks = Marks()
-    teacher = with_seed(1, lambda: timm.create_model(TEACHER, img_size=SIDE))
+    teacher = with_seed(1, lambda: timm.create_model(teacher_name, img_size=SIDE))
     with tempfile.TemporaryDirectory() as out, warnings.catch_warnings(action="ignore"):
         lightly_train.pretrain(
             out=f"{out}/run", data=folder, model=f"torchvision/{STUDENT}", method="distillationv3",
@@ -142,7 +143,7 @@ def measure(args: argparse.Namespace) -> Measurement:
     environment = common.thread_variables(1) | {"OMP_WAIT_POLICY": "PASSIVE", "LIGHTLY_TRAIN_EVENTS_DISABLED": "1"}
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), steps * args.batch_size + 2)
-        settings = folder, steps, args.batch_size
+        settings = folder, steps, args.batch_size, args.teacher
         calls = {side: [lightly] if side == LIGHTLY else [ours, side] for side in sides}
         rivals = {side: partial(common.call_fresh, *call, *settings, env=environment) for side, call in calls.items()}
         runs = common.take_turns(rivals, args.rounds)
@@ -168,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = common.parser(__doc__, ("--repeat", 3), "runs of each side, in turn")
     command.add_argument("--steps", type=int, default=4, help="that are timed, after the first two")
     command.add_argument("--batch_size", type=int, default=32)
+    command.add_argument("--teacher", default="vit_base_patch16_224", help="a ViT of timm")
     sides = (OURS, LIGHTLY, FOUR, *METHODS)
     command.add_argument("--only", nargs="+", choices=sides, default=sides, help="sides; default: all")
     common.run(command.parse_args(argv), measure, TARGETS)
