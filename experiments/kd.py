@@ -43,15 +43,7 @@ from harness.studies.choices import arguments_set_by_data, build_net, is_from_te
 from harness.studies.kinds import options_by_task, settings_by_task
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.metrics import MetricClasses
-from harness.studies.recipes import (
-    BY_DATA,
-    BY_NAME,
-    DEFAULT,
-    DEFAULT_OF_PAIRS,
-    DEFAULT_OF_TEXTS,
-    RECIPES,
-    Recipe,
-)
+from harness.studies.recipes import DEFAULT, DEFAULT_OF_PAIRS, DEFAULT_OF_TEXTS, RECIPES, Recipe
 from harness.studies.teachers import load_teacher
 from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
@@ -62,6 +54,7 @@ WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be 
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
+OF_PAIRS = "harness.studies.embedding.text_settings"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -154,8 +147,8 @@ def parser() -> cli.Parser:
         "search", "of a method, or of the optimizer, the values that --tune tries: log(1,16), linear(0,1), [1,2,4]"
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
-    parser.add_recipes("only", BY_NAME)
-    parser.add_recipes("data", BY_DATA)
+    parser.add_recipes("only", lambda: import_module(OF_PAIRS).BY_NAME)
+    parser.add_recipes("data", lambda: import_module(OF_PAIRS).BY_DATA)
     parser.add_recipes("data.task", settings_by_task)
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])

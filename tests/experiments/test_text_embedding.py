@@ -20,7 +20,7 @@ from harness.studies.compare import compare, load_runs
 from harness.studies.embedding import found_texts
 from lit_modules.embedding.ranking import find_corpus, judge_ranks, rank_documents
 from tests.chats import write_lines
-from tests.commands import Refusal, kill_at, nets, results, run_of, start
+from tests.commands import kill_at, nets, results, run_of, start
 from tests.texts_in_rows import read_rows, text_rows
 from tests.training import assert_same
 
@@ -31,6 +31,16 @@ NETS = [
 SIZES = ["--data.batch_size", "7", "--data.test_size", "12", "--data.validation_size", "5"]
 FLAGS = ["--data", "Pairs", *SIZES, *NETS, "--trainer.max_epochs", "2"]
 finished_default = run_of(kd, "--data", "Pairs", "--trainer.max_epochs", "1", "--seeds", "2")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The last line with which kd.py ends, after those that the data say, and "error: "."""
+    with pytest.raises(SystemExit) as stop:
+        kd.main([*flags])
+    assert stop.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +121,12 @@ def test_an_index_of_the_teacher_is_searched_by_the_student(path: Path, tmp_path
 
 @pytest.mark.parametrize("kind", ["texts", "scores"])
 def test_single_texts_and_scored_pairs_need_a_teacher_that_is_loaded(
-    kind: str, finished: Path, tmp_path: Path, refusal: Refusal
+    kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = text_rows(40, 1) if kind == "texts" else text_rows(40, 2, scored=True)
     flags = [*FLAGS, "--data.path", str(write_lines(tmp_path / "rows.jsonl", rows)), "--seeds", "1"]
     flags += ["--only", "untrained", "cosine", "--out", str(tmp_path / "run")]
-    line = refusal(kd.main, *flags)
+    line = refused(capsys, *flags)
     assert line.startswith("--teacher FastText: expected a teacher that is loaded: Pairs has no answers to queries")
     kd.main([*flags, "--teacher_ckpt", str(finished / "seed0" / "teacher" / "weights.pt")])
     saved = results(tmp_path / "run")
@@ -191,22 +201,22 @@ def test_predict_writes_parquet(finished: Path, lines: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_can_not_be_used_is_one_line(
-    flags: list[str], line: str, path: Path, refusal: Refusal, tmp_path: Path
+    flags: list[str], line: str, path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    assert refusal(kd.main, *FLAGS, "--data.path", str(path), *flags, "--out", str(out)).startswith(line)
+    assert refused(capsys, *FLAGS, "--data.path", str(path), *flags, "--out", str(out)).startswith(line)
     assert not out.exists()
 
 
-def test_methods_of_candidates_need_them(refusal: Refusal, tmp_path: Path) -> None:
+def test_methods_of_candidates_need_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows: Callable[[int], Path] = lambda k: write_lines(tmp_path / f"{k}.jsonl", text_rows(40, k))  # noqa: E731
     flags = [*FLAGS, "--data.path", str(rows(2)), "--out", str(tmp_path / "run"), "--only"]
     for name, method in (("margin", "MarginMSE"), ("score", "ScoreKL")):
-        line = refusal(kd.main, *flags, name)
+        line = refused(capsys, *flags, name)
         assert line.startswith(f"--variants.{name} {method}: expected rows with at least 2 candidates")
     scored = text_rows(40, 2, scored=True)
     scored[3]["score"] = float("nan")
-    line = refusal(kd.main, *FLAGS, "--data.path", str(write_lines(tmp_path / "nan.jsonl", scored)))
+    line = refused(capsys, *FLAGS, "--data.path", str(write_lines(tmp_path / "nan.jsonl", scored)))
     assert "a number in score" in line
 
 
