@@ -45,15 +45,7 @@ from harness.studies.choices import arguments_set_by_data, build_net, is_from_te
 from harness.studies.kinds import options_by_task, settings_by_task
 from harness.studies.launcher import LAUNCHERS, do_job
 from harness.studies.metrics import MetricClasses
-from harness.studies.recipes import (
-    BY_DATA,
-    BY_NAME,
-    DEFAULT,
-    DEFAULT_OF_PAIRS,
-    DEFAULT_OF_TEXTS,
-    RECIPES,
-    Recipe,
-)
+from harness.studies.recipes import DEFAULT, DEFAULT_OF_PAIRS, DEFAULT_OF_TEXTS, RECIPES, Recipe
 from harness.studies.teachers import load_teacher
 from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
@@ -65,7 +57,7 @@ WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be 
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
-IN_FILE = "lit_modules.nets.output_file"
+IN_FILE, OF_PAIRS = "lit_modules.nets.output_file", "harness.studies.embedding.text_settings"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -161,8 +153,8 @@ def parser() -> cli.Parser:
     )
     parser.add_texts("taught_by", "of a student, the teacher that it learns from, or the weight of each of several")
     parser.add_texts("student_ckpt", "of --students.NAME, a run's net that embeds, with whose weights it begins")
-    parser.add_recipes("only", BY_NAME)
-    parser.add_recipes("data", BY_DATA)
+    parser.add_recipes("only", lambda _: import_module(OF_PAIRS).BY_NAME)
+    parser.add_recipes("data", lambda _: import_module(OF_PAIRS).BY_DATA)
     parser.add_recipes("data.task", lambda _: settings_by_task())
     parser.add_recipes("recipe", RECIPES)
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])

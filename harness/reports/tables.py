@@ -14,8 +14,6 @@ from harness.start import printable
 WIDTH = 110
 NONE = "—"
 MIN_COLUMN = 8
-LONGEST = 700  # characters of a text in a cell
-MARKS = re.compile(r"([\\`*_{}\[\]()#+.!~>-])")  # of Markdown
 
 
 @dataclass
@@ -61,13 +59,6 @@ class Table:
 
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
-
-
-def text_cell(text: str) -> str:
-    """Return a text in a line of Markdown that shows it as it is."""
-    cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-    line = " ⏎ ".join(cut.strip().splitlines())
-    return MARKS.sub(r"\\\1", line) or NONE
 
 
 def room() -> int:

@@ -27,22 +27,6 @@ DEFAULT: Recipe = "few-labels"  # of a run for which no data are chosen
 DEFAULT_OF_TEXTS: Recipe = "texts"  # of `data Chat` without a path
 DEFAULT_OF_PAIRS: Recipe = "pairs"  # of `data Pairs` without a net
 
-# Of data whose nets embed texts, whatever the recipe; methods that rows need negatives for, or nets that score pairs,
-# are those of `only`.
-BY_DATA: Mapping[str, Mapping[str, Any]] = {
-    "Pairs": {
-        "teacher": "FastText", "student": "FastText", "student.width": 32, "student.buckets": 4096,
-        "optimizer": "AdamW", "optimizer.lr": 1e-4,
-        "variants.ce": None, "variants.kd": None, "variants.hint": None, "variants.untrained": "Untrained",
-        "variants.cosine": "EmbeddingMatch", "variants.mse": "EmbeddingMatch", "variants.mse.distance": "mse",
-        "variants.kl": "SimilarityKL", "variants.rkd": "RKD",
-    }
-}  # fmt: skip
-BY_NAME: Mapping[str, Mapping[str, Any]] = {
-    "margin": {"variants.margin": "MarginMSE"},
-    "score": {"variants.score": "ScoreKL"},
-}
-
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # Ours, of the README's table: smoothing, temperatures and weights validate best with seeds 100 to 102, of as many
     # settings for each method; schedule and rates are such that rounding hardly matters (docs/exact.md).

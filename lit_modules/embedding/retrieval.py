@@ -28,10 +28,7 @@ TEMPERATURE = 0.05  # by which cosines are divided in the loss of labels
 QUERIES = ("ndcg", "mrr", "recall_1", "recall_10")
 NDCG = Metric(
     name="test_ndcg", tested=tuple(f"test_{name}" for name in QUERIES),
-    columns={
-        "test_ndcg": "nDCG@10, %", "test_mrr": "MRR@10, %", "test_recall_1": "recall@1, %",
-        "test_recall_10": "recall@10, %",
-    },
+    columns={"test_ndcg": "nDCG@10, %", "test_recall_1": "recall@1, %", "test_recall_10": "recall@10, %"},
     word="nDCG@10", title="nDCG@10 of queries, %", chart="validation, nDCG@10 of queries", unit="points",
     higher_is_better=True, scale=100.0, digits=2, counted="rows", drawn="queries", limits=(0.0, 100.0),
     of_samples="test_query_ndcg", beside=("test_ndcg_teacher", "test_rerank"), baseline="untrained",

@@ -118,8 +118,8 @@ class Objective(Recorded, nn.Module, ABC):
     ) -> dict[str, Term]:
         """Call `forward` in float32 at least: autocast would compute softmax and differences in bfloat16.
 
-        Where labels are no classes, `forward` gets zeros for them, and its cross-entropies are the context's loss. Without
-        labels, terms of them are left out.
+        Where labels are no classes, `forward` gets zeros for them, and its cross-entropies are the context's loss.
+        Without labels, terms of them are left out.
         """
         labels = labels if context.has_labels else torch.zeros_like(labels)
         with torch.autocast(labels.device.type, enabled=False):

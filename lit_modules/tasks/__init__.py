@@ -3,15 +3,22 @@
 from collections.abc import Mapping
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apprentice.errors import BadInput
+from apprentice.faces import import_when_used
 from lit_modules.nets.outputs import CLASSES
 from lit_modules.tasks.base import LABELLED, TOKENS, Metric, Range, Task
 from lit_modules.tasks.classification import ACCURACY, Classification, ClassMetric, ClassScores
 from lit_modules.tasks.own_metric import OwnMetric, describe_own
 from lit_modules.tasks.scores import ExactMean, Scores
-from lit_modules.tasks.tokens import ANSWERS, BITS, BYTES, Tokens, TokenScores
+
+if TYPE_CHECKING:
+    from lit_modules.tasks.tokens import ANSWERS, BITS, BYTES, Tokens, TokenScores
+else:  # of texts alone
+    __getattr__ = import_when_used(
+        __name__, dict.fromkeys(("ANSWERS", "BITS", "BYTES", "Tokens", "TokenScores"), "tokens")
+    )
 
 # By the name that a data module has as its `task`; imported when one is asked for.
 TASKS = {

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from harness.reports.html import Section
 from harness.reports.results import Results
-from harness.reports.tables import Table, text_cell
+from harness.reports.tables import Table
 from harness.runs.files import read_text, write_json
 from harness.runs.records import reading
 from harness.runs.teacher_weights import TEACHER
+from harness.studies.text.answers_section import text_cell
 from lit_modules.embedding.neighbours import nearest
 from lit_modules.embedding.ranking import find_corpus
 

@@ -30,7 +30,7 @@ class RetrievalKind(EmbeddingKind):
     A teacher that is not loaded learns to find the answers of queries, which the students do not see.
     """
 
-    settings: ClassVar[dict[str, Any]] = {}  # see `harness.studies.recipes.BY_DATA`
+    settings: ClassVar[dict[str, Any]] = {}  # see `text_settings`
     chosen_by = "`data Pairs`"
 
     @contextmanager

@@ -1,5 +1,6 @@
 """The answers of nets to prompts of the test, side by side in report.html."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,11 +8,13 @@ import numpy as np
 
 from harness.reports.html import Section
 from harness.reports.results import Results
-from harness.reports.tables import NONE, Table, text_cell
+from harness.reports.tables import NONE, Table
 from harness.reports.uncertainty import crossed_interval
 
 SHOWN = 12  # prompts
+LONGEST = 700  # characters of a text that is shown
 KEY = "test_answers"  # of the scores of answers in records
+MARKS = re.compile(r"([\\`*_{}\[\]()#+.!~>-])")  # of Markdown
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,10 @@ def _difference(results: Results, name: str, baseline: str) -> str:
     low, high = interval["low"], interval["high"]
     bounds = "" if low is None or high is None else f" [{low:+.3f}, {high:+.3f}]"
     return f"{interval['mean']:+.3f}{bounds}"
+
+
+def text_cell(text: str) -> str:
+    """Return a text in a line of Markdown that shows it as it is."""
+    cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    line = " ⏎ ".join(cut.strip().splitlines())
+    return MARKS.sub(r"\\\1", line) or NONE
