@@ -70,7 +70,6 @@ class HuggingFaceText(Net):
         self.settings = says._replace(
             pool=says.pool or "mean", normalize=bool(says.normalize), max_length=self.tokens.max_length
         )
-        self.init_args |= {option: value for option, value in self.settings._asdict().items() if option != "lower"}
         self.stages = find_block_paths(self.model)
         self.feature_layer = self.stages[-1] if self.stages else ""
         self.width: int = self.model.config.hidden_size

@@ -207,7 +207,7 @@ def test_a_number_of_blocks_is_chosen_by_the_distance_from_the_teacher(folder: P
     held, lines = TextEmbedder(teacher, (2, 9), width=5).eval(), list[str]()
     plan = Pruned(2).choose(held, ROWS, torch.zeros(2, 2), lines.append)
     assert plan.blocks == [1, 3]
-    assert lines[0].startswith("measured 1 of 8 times, 4 of 4 blocks: ")
+    assert lines[0].startswith("measured 1 of 12 times, 4 of 4 blocks: ")
     assert lines[0].endswith("0.000 from the whole")
     student = Pruned(2).make(held, plan).eval()
     assert isinstance(student, TextEmbedder)
