@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 BELOW = ("apprentice", "lit_modules", "datamodules", "strategies")  # of the harness
 LIBRARY = (*BELOW, "harness")
 PACKAGES = (*LIBRARY, "deploy", "lab", "experiments", "benchmarks")
-MOST_FILES, MOST_LINES = 185, 22_800  # that kd.py leads into
+MOST_FILES, MOST_LINES = 190, 23_100  # that kd.py leads into
 PROCESS = ("harness.start", "harness.ranks")  # of the harness, these load nothing heavy
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
@@ -206,7 +206,7 @@ def test_a_reader_of_images_opens_no_file_of_texts() -> None:
         assert not any(path.is_relative_to(folder) for folder in of_texts), path
     files = closure("lit_modules/distillation.py")
     assert len(files) <= 58
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 7100
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 7200
     ours = [cls for cls in Distillation.__mro__ if cls.__module__.startswith("lit_modules")]
     assert [cls.__name__ for cls in ours] == ["Distillation", "Loop"]
     names = [name for cls in ours for name in vars(cls)]

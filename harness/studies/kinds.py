@@ -10,19 +10,22 @@ from typing import Any, ClassVar
 from torch import nn
 
 from apprentice.batch import Batch
+from apprentice.errors import BadInput
 from harness import cli
 from harness.reports.html import Section
 from harness.reports.results import Results
 from harness.runs.plans import Arm, FitOutcome, FitPlan
 from harness.runs.records import NetRecord
 from harness.runs.session import Session
-from harness.runs.teacher_weights import TEACHER, TeacherWeights
+from harness.runs.teacher_weights import TAUGHT_BY, TEACHER, TeacherWeights, format_teachers
 from harness.start import called_as
 from harness.studies.teachers import has_trained_teacher
 from harness.studies.training_flops import LearnedBatches, count_training
 from lit_modules.nets.ensemble import Ensemble
 from lit_modules.nets.identity import Origin
+from lit_modules.nets.outputs import CLASSES
 from lit_modules.objectives.base import Objective
+from lit_modules.tasks import task_class
 from lit_modules.training.loop import Loop
 
 # By the data's task; imported where such data are chosen.
@@ -98,7 +101,12 @@ class DataKind:
 
     def merge_teachers(self, session: Session, nets: Mapping[str, nn.Module], shares: TeacherWeights) -> nn.Module:
         """Return the teacher of students that learn from nets, by the flags that choose them, with these weights."""
-        return Ensemble([*nets.values()], [*shares.values()]) if len(nets) > 1 else next(iter(nets.values()))
+        if len(nets) == 1:
+            return next(iter(nets.values()))
+        if (outputs := task_class(session.data.task).outputs) != CLASSES:
+            expected = f"one teacher for each student: several are averaged as probabilities of classes, not {outputs}"
+            raise BadInput(TAUGHT_BY, format_teachers(shares), expected)
+        return Ensemble([*nets.values()], [*shares.values()])
 
     def prepare_objective(self, objective: Objective, teacher: nn.Module) -> Objective:
         """Return the method of a student of a teacher that `prepare_teacher` gave."""

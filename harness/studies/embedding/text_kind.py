@@ -33,6 +33,13 @@ class RetrievalKind(EmbeddingKind):
     settings: ClassVar[dict[str, Any]] = {}  # see `text_settings`
     chosen_by = "`data Pairs`"
 
+    def check(self) -> None:
+        if self.config.zoo:
+            raise BadInput("zoo", "true", "not allowed with `data Pairs`, which trains all its methods")
+        if others := self.config.teachers:
+            name, choice = next(iter(others.items()))
+            raise BadInput(f"teachers.{name}", choice.name, "not allowed with `data Pairs`: one teacher")
+
     @contextmanager
     def data_of_teacher(self, session: Session, key: str = TEACHER) -> Iterator[None]:
         data: Any = session.data
