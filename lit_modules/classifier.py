@@ -22,6 +22,7 @@ from lit_modules.training.extras import extras_of_nets
 from lit_modules.training.loop import Loop
 from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
 from lit_modules.training.preparation import prepare_net
+from lit_modules.training.run_scores import evaluated_part
 from lit_modules.training.whole_outputs import Predictions
 
 
@@ -108,7 +109,7 @@ class LitClassifier(Loop):
 
     def evaluate(self, batch: Batch, beside: bool) -> Predictions[Outputs]:
         if isinstance(self.net, TeacherInFile):
-            return Predictions(None, {"": self.net.rows(self.evaluated_part, batch.index)}, {})
+            return Predictions(None, {"": self.net.rows(evaluated_part(self.attached_trainer), batch.index)}, {})
         if self.optimization.compiled:
             return super().evaluate(batch, beside)
         return Predictions(None, {"": self.outputs.run_alone(self.net, batch.inputs, self)}, {})

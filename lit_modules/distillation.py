@@ -32,6 +32,7 @@ from lit_modules.training.extras import extras_of_nets
 from lit_modules.training.loop import Loop
 from lit_modules.training.objective_checks import build_students
 from lit_modules.training.optimization import MakeOptimizer, MakeScheduler, Optimization, adam
+from lit_modules.training.run_scores import evaluated_part
 from lit_modules.training.side_by_side import side_by_side
 from lit_modules.training.student import CE, Student, choose_layers, make_students, replicated_buffer_names, zero_loss
 from lit_modules.training.teacher import exclude_teacher_from_state_dict, layers_read, store_outputs, trained_teacher
@@ -234,7 +235,7 @@ class Distillation(Loop):
         stored = self.teacher if beside and isinstance(self.teacher, TeacherInFile) else None
         teacher, students = self(inputs, request=ForwardRequest(beside and stored is None, self.runs, "scores"))
         if stored is not None:
-            teacher = stored.rows(self.evaluated_part, batch.index)
+            teacher = stored.rows(evaluated_part(self.attached_trainer), batch.index)
         averages = {name: net for name in self.active_runs if (net := self.average_of(name)) is not None}
         return Predictions(
             teacher if beside else None,

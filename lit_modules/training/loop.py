@@ -16,7 +16,7 @@ from apprentice.contract import ModuleLayout
 from lit_modules.nets.outputs import Outputs
 from lit_modules.nets.specs import rebuild, record_arguments
 from lit_modules.tasks.base import COUNTS, Task
-from lit_modules.tasks.scores import TEST, VALIDATION, Scores
+from lit_modules.tasks.scores import Scores
 from lit_modules.training.batches import BatchReader, check_trained, require_batch
 from lit_modules.training.checkpoints import load_parts, save_parts
 from lit_modules.training.extras import Extra
@@ -182,11 +182,6 @@ class Loop(LightningModule):
         except RuntimeError:
             return None
         return trainer if isinstance(trainer, Trainer) else None  # under Fabric there is a stand-in
-
-    @property
-    def evaluated_part(self) -> str:
-        """The part of the data that an evaluation scores."""
-        return TEST if self.attached_trainer is not None and self.trainer.testing else VALIDATION
 
     @property
     def batches_done(self) -> int:

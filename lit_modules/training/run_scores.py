@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from lit_modules.training.loop import Loop
 
 PART_OF = {"val": VALIDATION, "test": TEST}  # the part of the data that a stage scores
+
+
+def evaluated_part(trainer: Trainer | None) -> str:
+    """Return the part of the data that an evaluation scores."""
+    return TEST if trainer is not None and trainer.testing else VALIDATION
 
 
 class RunScores(nn.Module):
