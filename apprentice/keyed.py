@@ -78,8 +78,7 @@ class _Context:
 
     def __init__(self, seed: int, step: int, rows: Tensor) -> None:
         self.seed, self.step, self.rows = seed, step, rows
-        self.slices: dict[tuple[int, int], _Context] = {}
-        self.parts: dict[int, _Context] = {}
+        self.slices: dict[tuple[int, int | None, int], _Context] = {}
         self.masks: dict[tuple[int, int, float], Tensor] = {}  # nets of equal shape share a mask
 
     def mask(self, layer: int, columns: int, p: float) -> Tensor:
@@ -107,24 +106,13 @@ def _within(context: _Context | None) -> Iterator[None]:
         _noise.reset(token)
 
 
-def slice_rows(start: int, stop: int) -> Callable[[], AbstractContextManager[None]]:
-    """Return a maker of contexts in which keyed layers draw for a slice of the current rows, such as a microbatch."""
+def slice_rows(start: int, stop: int | None, parts: int = 1) -> Callable[[], AbstractContextManager[None]]:
+    """Return a maker of contexts in which keyed layers draw for a slice of the current rows, or for parts of each."""
     context = _noise.get()
     if context is not None:
-        sliced = _Context(context.seed, context.step, context.rows[start:stop])
-        context = context.slices.setdefault((start, stop), sliced)
+        rows = context.rows[start:stop, None] * parts + torch.arange(parts).to(context.rows)
+        context = context.slices.setdefault((start, stop, parts), _Context(context.seed, context.step, rows.flatten()))
     return partial(_within, context)
-
-
-def split_rows(parts: int) -> AbstractContextManager[None]:
-    """Inside, keyed layers draw for each of `parts` parts of the current rows, (b * parts,), such as several texts."""
-    context = _noise.get()
-    if context is not None and parts > 1:
-        if parts not in context.parts:
-            rows = context.rows[:, None] * parts + torch.arange(parts, device=context.rows.device)
-            context.parts[parts] = _Context(context.seed, context.step, rows.flatten())
-        context = context.parts[parts]
-    return _within(context)
 
 
 class Dropout(nn.Module):

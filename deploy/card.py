@@ -34,6 +34,20 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer
 inputs = tokenizer("TEXT", return_tensors="pt", add_special_tokens=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
+USE_SENTENCE_MODEL = """## Use
+
+```python
+from sentence_transformers import SentenceTransformer
+
+print(SentenceTransformer("FOLDER").encode(["TEXT"]))
+```"""
+USE_RERANKER = """## Use
+
+```python
+from sentence_transformers import CrossEncoder
+
+print(CrossEncoder("FOLDER").predict([("QUERY", "TEXT")]))
+```"""
 AVERAGED = ", moving average of weights"
 
 
@@ -48,6 +62,14 @@ def language_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
     head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
     return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL])
+
+
+def sentence_card(folder: Path, facts: NetFacts, parameters: int, ranks: bool) -> str:
+    """Write the card of a net that embeds or ranks texts, in a run's folder, as sentence-transformers reads it."""
+    tags = ["knowledge-distillation", "pytorch", "safetensors", "sentence-transformers"]
+    pipeline = "text-ranking" if ranks else "sentence-similarity"
+    head = {"library_name": "sentence-transformers", "tags": tags, "pipeline_tag": pipeline}
+    return _card(folder, facts, parameters, head, [USE_RERANKER if ranks else USE_SENTENCE_MODEL])
 
 
 def _card(folder: Path, facts: NetFacts, parameters: int, head: dict[str, Any], use: Iterable[str]) -> str:
@@ -107,7 +129,7 @@ def _lead(name: str, net: str, facts: NetFacts, parameters: int, results: Result
     is_teacher = name.partition("-")[0] == TEACHER  # also of several, such as teacher-big
     how = "was trained as a teacher" if is_teacher else "is a student of a comparison of distillation methods"
     learnt = f", by {objectives(results)[name]}" if results and name in results.students else ""
-    kinds = {"tokens": "texts", "embedding": f"embeddings of {what}"}
+    kinds = {"tokens": "texts", **dict.fromkeys(("embedding", "retrieval"), f"embeddings of {what}")}
     for_what = kinds.get(facts.task, f"{what} of {len(facts.classes)} classes")
     article = "An" if net[0] in "AEIOU" else "A"
     return f"{article} {net} of {count(parameters)} parameters for {for_what}. It {how}{learnt}."

@@ -1,4 +1,4 @@
-"""What kd.py does with its students: `hf/` of language models, and the folders of `export`.
+"""What kd.py does with its students: `hf/` of models of texts, and the folders of `export`.
 
 The one module of this package that kd.py knows, by its name: it is imported where a run has something to export.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deploy.export import check_folder, export_nets
 from deploy.language_models import write_language_models
+from deploy.sentence_models import write_sentence_models
 from harness.runs.launch import is_main_process
 from harness.runs.quiet import notice
 from harness.runs.session import Session
@@ -21,8 +22,9 @@ def check_students(run: Session, names: Iterable[str]) -> None:
 
 
 def export_students(run: Session, names: Collection[str], failed: Mapping[str, str]) -> None:
-    """Write `hf/` of language models, and the folders of `export`; `failed` says of students why they have none."""
+    """Write `hf/` of models of texts, and the folders of `export`; `failed` says of students why they have none."""
     write_language_models(run, names, failed)
+    write_sentence_models(run, names, failed)
     if run.config.export:
         _export(run, names, failed)
 

@@ -1,6 +1,7 @@
 """Texts that belong together, to embed and to rank: a text, a query and what answers it, two texts and a score."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,7 +125,7 @@ class Pairs(InMemoryData):
         if first is None:
             raise BadInput(source.flag, source, "a file with rows of texts; this one is empty")
         chosen = choose_columns([*first[1]], self.columns, self.score, source, source.flag)
-        table = list(read_rows(_chain(first, rows), chosen, source.flag, source, count))
+        table = list(read_rows(itertools.chain([first], rows), chosen, source.flag, source, count))
         self.say(f"{source}: {len(table):,} rows of {chosen}")
         return table
 
@@ -198,11 +199,6 @@ class _Numbers(dict[bytes, int]):
 
     def __missing__(self, text: bytes) -> int:
         return self.setdefault(text, len(self))
-
-
-def _chain(first: Any, rows: Iterable[Any]) -> Iterable[Any]:
-    yield first
-    yield from rows
 
 
 def _scores(rows: Sequence[TextRow]) -> Tensor | None:

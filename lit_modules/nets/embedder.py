@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
-from apprentice.keyed import split_rows
+from apprentice.keyed import slice_rows
 from lit_modules.nets.base import Net, cast_inputs, check_sizes, evaluating, pipeline_stages
 from lit_modules.nets.layers import INPUT, resolve
 
@@ -98,7 +98,7 @@ class TextEmbedder(Embedder):
             read = self.net(inputs)
         else:
             places = inputs.shape[:-1]
-            with split_rows(places[1:].numel()):
+            with slice_rows(0, None, places[1:].numel())():
                 read = self.net(inputs.flatten(0, -2)).flatten(1).unflatten(0, places)
         embeddings: Tensor = self.head(read)
         return embeddings

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from apprentice.keyed import split_rows
+from apprentice.keyed import slice_rows
 from lit_modules.nets.base import Net
 from lit_modules.nets.hugging_face import find_block_paths
 from lit_modules.nets.hugging_face_text import build_model
@@ -72,7 +72,7 @@ class HuggingFaceReranker(Net):
             for start in range(0, len(whole), candidates + 1)
             for place in range(1, candidates + 1)
         ]
-        with split_rows(candidates):
+        with slice_rows(0, None, candidates)():
             scores: Tensor = self.model(**self.tokens(pairs, texts.device)).logits
         return scores.view(rows, candidates)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from apprentice.keyed import Dropout, split_rows
+from apprentice.keyed import Dropout, slice_rows
 from lit_modules.nets.base import Net
 from lit_modules.nets.hugging_face import SAFE, change_config, find_block_paths, import_transformers, load_model
 from lit_modules.nets.sentence_folder import Pool, SentenceSettings, read_settings, write_settings
@@ -78,7 +78,7 @@ class HuggingFaceText(Net):
         """Embeddings (b, k, D) of k texts a row, bytes (b, k, L) that zeros fill up; or (n, D) of texts (n, L)."""
         places = texts.shape[:-1]
         inputs = self.tokens(self._with_prompts(texts), texts.device)
-        with split_rows(places[1:].numel()):
+        with slice_rows(0, None, places[1:].numel())():
             states = self.model(**inputs).last_hidden_state
         embeddings = pool_states(states, inputs["attention_mask"], self.settings)
         return embeddings.view(*places, self.width)
@@ -90,12 +90,12 @@ class HuggingFaceText(Net):
         whole = [(of_query if count and i % count == 0 else of_document) + text for i, text in enumerate(whole)]
         return [text.lower() for text in whole] if self.settings.lower else whole
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that `SentenceTransformer` loads, whose vectors are these; BadInput if it can't be written."""
+    def save(self, folder: Path, last: nn.Linear | None = None) -> None:
+        """Write a folder that `SentenceTransformer` loads, whose vectors are these, or what a `last` layer gives."""
         model: Any = copy.deepcopy(self.model).float()
         model.save_pretrained(folder)
         self.tokens.tokenizer.save_pretrained(folder)
-        write_settings(folder, self.settings, self.width)
+        write_settings(folder, self.settings, self.width, last)
 
 
 def pool_states(states: Tensor, mask: Tensor, settings: SentenceSettings) -> Tensor:
@@ -124,6 +124,8 @@ def build_model(
     """
     if changes and pretrained:
         raise BadInput("config", changes, "not allowed with pretrained weights; Pruned keeps a part of a teacher's")
+    if not 0 <= dropout < 1:
+        raise BadInput("dropout", dropout, "at least 0, less than 1")
     with import_transformers(name, "an encoder of texts") as transformers:
         config = transformers.AutoConfig.from_pretrained(name, **SAFE, **options)
         change_config(config, changes or {})

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import nn
+
 from apprentice.errors import BadInput
 
 Pool = Literal["mean", "cls", "max", "last"]
@@ -80,22 +82,33 @@ def _read(name: str, file: str) -> Any:
     return None if path is None else json.loads(Path(path).read_text("utf-8"))
 
 
-def write_settings(folder: Path, settings: SentenceSettings, width: int) -> None:
-    """Write them beside a model of this width and its tokenizer, as all versions of sentence-transformers read them."""
+def write_settings(folder: Path, settings: SentenceSettings, width: int, last: nn.Linear | None = None) -> None:
+    """Write them beside a model of this width and its tokenizer, as all versions of sentence-transformers read them.
+
+    `last` is a layer after all of them.
+    """
     modules = [("", "Transformer"), (POOLING, "Pooling")] + [(NORMALIZE, "Normalize")] * bool(settings.normalize)
-    listed = [
+    pooling = {"word_embedding_dimension": width, **{key: settings.pool == pool for pool, key in LEGACY.items()}}
+    prompts = {"query": settings.query_prompt or "", "document": settings.document_prompt or ""}
+    files: dict[str, Any] = {
+        f"{POOLING}/config.json": pooling,
+        LIMITS: {"max_seq_length": settings.max_length, "do_lower_case": settings.lower},
+        PROMPTS: {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+    }
+    if last is not None:
+        modules.append((dense := f"{len(modules)}_Dense", "Dense"))
+        sizes = {"in_features": last.in_features, "out_features": last.out_features, "bias": last.bias is not None}
+        files[f"{dense}/config.json"] = {**sizes, "activation_function": "torch.nn.modules.linear.Identity"}
+    files[MODULES] = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(modules)
     ]
-    pooling = {"word_embedding_dimension": width, **{key: settings.pool == pool for pool, key in LEGACY.items()}}
-    prompts = {"query": settings.query_prompt or "", "document": settings.document_prompt or ""}
-    limits = {"max_seq_length": settings.max_length, "do_lower_case": settings.lower}
-    files: dict[str, Any] = {
-        MODULES: listed, f"{POOLING}/config.json": pooling, LIMITS: limits,
-        PROMPTS: {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
-    }  # fmt: skip
+    for path, _ in modules:
+        (folder / path).mkdir(parents=True, exist_ok=True)
     for file, value in files.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
-    if settings.normalize:
-        (folder / NORMALIZE).mkdir(exist_ok=True)  # git and archives drop it, and readers do without
+    if last is not None:
+        from safetensors.torch import save_file
+
+        state = {f"linear.{name}": value.detach().float().cpu() for name, value in last.state_dict().items()}
+        save_file(state, folder / dense / "model.safetensors")

@@ -150,7 +150,7 @@ def test_runs_are_compared_and_settings_tuned(finished: Path, path: Path, tmp_pa
     kd.main([*flags, "--out", str(tmp_path / "tuned")])
     rows = {row.name: [*row.differences] for row in compare(load_runs([finished, tmp_path / "tuned"])).rows}
     assert rows["tuned/untrained"] == [0.0, 0.0]
-    assert results(tmp_path / "tuned")["search"]
+    assert results(tmp_path / "tuned")["tuning"]
 
 
 @pytest.fixture

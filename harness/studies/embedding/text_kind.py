@@ -31,6 +31,7 @@ class RetrievalKind(EmbeddingKind):
 
     settings: ClassVar[dict[str, Any]] = {}  # see `text_settings`
     chosen_by = "`data Pairs`"
+    exports_students = True
 
     @contextmanager
     def data_of_teacher(self, session: Session) -> Iterator[None]:

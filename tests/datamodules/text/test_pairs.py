@@ -50,7 +50,8 @@ def test_a_line_says_which_columns_were_taken(
     assert f"rows.jsonl: 8 rows of {line}\n" in capsys.readouterr().err
     assert all_texts(data) == {tuple(f"{text} {i}" for text in texts) for i in range(8)}
     scores = data.scores("test")
-    assert scores is None if "; score" not in line else torch.equal(scores, torch.full((3,), 0.5, dtype=torch.float64))
+    assert (scores is not None) == ("; score" in line)
+    assert scores is None or torch.equal(scores, torch.full((3,), 0.5, dtype=torch.float64))
 
 
 def numbered(value: Any, i: int) -> Any:

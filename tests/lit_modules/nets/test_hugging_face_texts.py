@@ -184,7 +184,7 @@ def test_a_pruned_encoder_is_its_teacher_with_fewer_blocks(folder: Path) -> None
         write_settings(folder / family, SentenceSettings("cls", True, 9), 16)
         teacher = text_net(folder / family).double()
         chosen = Pruned([0, 2])
-        student = chosen.make(teacher, chosen.first(teacher))
+        student: Any = chosen.make(teacher, chosen.first(teacher))
         assert student.kept_blocks == (0, 2)
         assert len(student.stages) == 2
         blocks = teacher.get_submodule(teacher.stages[0].rpartition(".")[0])
@@ -207,7 +207,8 @@ def test_a_number_of_blocks_is_chosen_by_the_distance_from_the_teacher(folder: P
     held, lines = TextEmbedder(teacher, (2, 9), width=5).eval(), list[str]()
     plan = Pruned(2).choose(held, ROWS, torch.zeros(2, 2), lines.append)
     assert plan.blocks == [1, 3]
-    assert lines[0] == "measured 1 of 8 times, 4 of 4 blocks: -0.000 from the whole" or "0.000 from" in lines[0]
+    assert lines[0].startswith("measured 1 of 12 times, 4 of 4 blocks: ")
+    assert lines[0].endswith("0.000 from the whole")
     student = Pruned(2).make(held, plan).eval()
     assert isinstance(student, TextEmbedder)
     distance = 1 - F.cosine_similarity(student.net(ROWS), teacher(ROWS), -1).mean().item()
@@ -215,7 +216,7 @@ def test_a_number_of_blocks_is_chosen_by_the_distance_from_the_teacher(folder: P
     assert_same(student.head.state_dict(), held.head.state_dict())
     assert str(plan) == f"keeps blocks 1, 3; {plan.distance:.3f} from the whole, untrained"
     scores = HuggingFaceReranker(str(folder), True, new_head=True).eval()
-    assert Pruned(3).choose(scores, ROWS, torch.zeros(2, 2)).distance > 0
+    assert Pruned(3).choose(scores, ROWS, torch.zeros(2, 2)).distance
 
 
 @with_transformers.in_fork
@@ -272,7 +273,7 @@ def test_minilm_has_the_vectors_that_sentence_transformers_gives(folder: Path) -
     assert net.settings[:3] == ("mean", True, 256)
     theirs = sentence_transformers.SentenceTransformer(str(name)).encode(TEXTS)
     torch.testing.assert_close(net(ROWS).view(4, -1), torch.tensor(theirs), rtol=0, atol=1e-6)
-    student = Pruned([0, 2, 5]).make(net, Pruned([0, 2, 5]).first(net)).eval()
+    student: Any = Pruned([0, 2, 5]).make(net, Pruned([0, 2, 5]).first(net)).eval()
     student.save(folder / "student")
     again = sentence_transformers.SentenceTransformer(str(folder / "student")).encode(TEXTS)
     torch.testing.assert_close(student(ROWS).view(4, -1), torch.tensor(again), rtol=0, atol=1e-6)

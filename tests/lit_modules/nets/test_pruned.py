@@ -49,6 +49,8 @@ def test_blocks_are_dropped_one_by_one_where_the_loss_is_least() -> None:
     class Table:
         """The sum of weights of those that are left out, and more for neighbours."""
 
+        unit = "{:.3f}"
+
         def __init__(self) -> None:
             self.settled: list[list[int]] = []
             self.calls = 0
