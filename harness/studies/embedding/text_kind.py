@@ -23,6 +23,8 @@ from harness.studies.next_steps import best_student
 from lit_modules.embedding.parts import ranks_pairs
 from lit_modules.embedding.retrieval import QUERIES
 
+FEWEST_TO_RANK = 3  # texts of a row: a query, and two to choose from
+
 
 class RetrievalKind(EmbeddingKind):
     """What rows of texts add to a comparison.
@@ -32,6 +34,7 @@ class RetrievalKind(EmbeddingKind):
 
     settings: ClassVar[dict[str, Any]] = {}  # see `text_settings`
     chosen_by = "`data Pairs`"
+    exports_students = True
 
     def check(self) -> None:
         if self.config.zoo:
@@ -51,6 +54,10 @@ class RetrievalKind(EmbeddingKind):
     def prepare_student(self, session: Session, net: nn.Module, teacher: nn.Module, seed: int) -> nn.Module:
         if session.config.embed == "teacher" and (ranks_pairs(net) or ranks_pairs(teacher)):
             raise BadInput("embed", "teacher", "own: a net that scores pairs has no embeddings")
+        data: Any = session.data
+        if ranks_pairs(net) and data.label_shape[0] < FEWEST_TO_RANK and data.scores("test") is None:
+            expected = "a net that embeds: of rows without negatives there is one text to score, always the first"
+            raise BadInput("student", session.config.student.name, expected)
         return super().prepare_student(session, net, teacher, seed)
 
     def add_figures(
