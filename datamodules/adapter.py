@@ -95,9 +95,8 @@ class DataModuleAdapter(InMemoryData):
         self.input_shape = tuple(inputs.shape[1:])
         known = getattr(self.data, "num_classes", self.data.hparams.get("num_classes"))
         classes = self._classes or known or (labels.shape[1] if self.task == REGRESSION else None)
-        if self.task == REGRESSION and isinstance(classes, int):
-            pass  # of numbers there may be one
-        elif not isinstance(classes, int) or classes < 2:
+        least = 1 if self.task == REGRESSION else 2
+        if not isinstance(classes, int) or classes < least:
             unknown = f"; {self.name} does not say" if classes is None else ", each with a logit"
             raise BadInput("num_classes", classes, f"the number of classes, at least 2{unknown}")
         names = getattr(self.data, "class_names", None) or getattr(self.data, "classes", None)

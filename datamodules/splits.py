@@ -72,9 +72,8 @@ def as_floats(labels: Tensor, task: str, columns: int, name: str) -> Tensor:
     if floats.dim() != 2 or floats.shape[1] != columns:
         raise BadInput("data", name, f"labels (n, {columns}) for `task` {task}; they are {tuple(labels.shape)}")
     if task == MULTILABEL:
-        floats = (
-            floats if labels.is_floating_point() else floats.masked_fill(labels.view_as(floats) == HIDDEN, torch.nan)
-        )
+        if not labels.is_floating_point():
+            floats = floats.masked_fill(floats == HIDDEN, torch.nan)
         if wrong := floats[~((floats == 0) | (floats == 1) | floats.isnan())].tolist():
             raise BadInput("data", name, f"labels that are 0, 1, or NaN where unknown; one is {wrong[0]:g}")
     elif floats.isinf().any():
@@ -189,7 +188,7 @@ def check_labelled_by(labelled_by: LabelledBy, labelled: int | None) -> None:
 def draw_labelled(labels: Tensor, size: int, key: int) -> Tensor:
     """Draw the `size` of n samples whose labels are known, (n,) bool: a balanced subset, which larger ones contain."""
     if labels.dim() > 1:
-        raise BadInput("data.labelled", size, f"not allowed, as labels are {tuple(labels.shape)}, not a class a sample")
+        raise BadInput("data.labelled", size, f"not allowed, as a sample has {labels.shape[1]} labels, not one")
     classes = len(labels.unique())
     if not classes <= size <= len(labels):
         expected = (

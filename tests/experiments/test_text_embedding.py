@@ -215,7 +215,8 @@ def test_methods_of_candidates_need_them(capsys: pytest.CaptureFixture[str], tmp
         assert line.startswith(f"--variants.{name} {method}: expected rows with at least 2 candidates")
     longest = max(len(str(text)) for row in text_rows(40, 2) for text in row.values())
     reranker = ["--student", f"{Reranker.__module__}.Reranker", "--student.length", str(longest)]
-    assert "of rows without negatives there is one text to score" in refused(capsys, *flags, "untrained", *reranker)
+    flags = ["--data", "Pairs", *SIZES, *NETS[:6], *reranker, *flags[len(FLAGS) :], "untrained"]
+    assert "of rows without negatives there is one text to score" in refused(capsys, *flags)
     scored = text_rows(40, 2, scored=True)
     scored[3]["score"] = float("nan")
     line = refused(capsys, *FLAGS, "--data.path", str(write_lines(tmp_path / "nan.jsonl", scored)))
