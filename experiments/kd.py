@@ -51,13 +51,14 @@ from harness.studies.tuning.options import TuningOptions
 from lit_modules import nets, objectives
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
+from lit_modules.nets.output_file import Outputs
 from lit_modules.nets.stored import TeacherInFile
 
 WRITABLE = Limit(lambda path: can_be_written(Path(path)), "a folder that can be written")
 BY_LAST_EPOCH = "which compares settings by their last epochs"
 # Imported where a run asks for them:
 ZOO, LAYERS = "harness.studies.zoo", "harness.studies.layers"
-IN_FILE, OF_PAIRS = "lit_modules.nets.output_file", "harness.studies.embedding.text_settings"
+OF_PAIRS = "harness.studies.embedding.text_settings"
 EXPORT = "deploy.students"  # what follows training
 
 
@@ -128,7 +129,7 @@ def parser() -> cli.Parser:
     sets = (datamodules.InMemoryData, datamodules.ImageData, LightningDataModule)
     parser.add_choice("data", cli.Classes(sets, datamodules), "Digits", about="the data set")
     parser.groups += options_by_task()
-    net = cli.Classes((nets.Net, nn.Module), nets, more=(import_module(IN_FILE).Outputs,))
+    net = cli.Classes((nets.Net, nn.Module), nets, more=(Outputs,))
     method = cli.Classes((objectives.Objective, objectives.FeatureObjective), objectives)
     parser.add_choice("teacher", net, "DeepNN", fixed=arguments_set_by_data, about="the net that teaches")
     about = "the net that learns"

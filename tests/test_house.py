@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 BELOW = ("apprentice", "lit_modules", "datamodules", "strategies")  # of the harness
 LIBRARY = (*BELOW, "harness")
 PACKAGES = (*LIBRARY, "deploy", "lab", "experiments", "benchmarks")
-MOST_FILES, MOST_LINES = 190, 23_100  # that kd.py leads into
+MOST_FILES, MOST_LINES = 190, 23_300  # that kd.py leads into
 PROCESS = ("harness.start", "harness.ranks")  # of the harness, these load nothing heavy
 # What a package may import of ours; the longest name that fits a module counts.
 MAY_IMPORT = {
