@@ -26,9 +26,10 @@ SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "T
 
 def named(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:
     """List the methods that `only` may name beside the variants, by their names in `methods` and short ones."""
+    kinds = None if task else {*KINDS} - {*UNLABELLED}  # data of the user's own may have any labels
     short = {name: method for name, method in SHORT.items() if method in needs(task)}
     known = {**variants, **variants_of(task)}
-    return {name: method for name, method in {**methods(variants, task), **short}.items() if name not in known}
+    return {name: method for name, method in {**methods(variants, task, kinds), **short}.items() if name not in known}
 
 
 def recipes_of_one(variants: Mapping[str, str], task: str | None = None) -> dict[str, dict[str, Any]]:
@@ -41,10 +42,12 @@ def recipes_of_all(variants: Mapping[str, str], task: str | None = None) -> dict
     return {True: {"variants": methods(variants, task)}}
 
 
-def methods(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:
+def methods(
+    variants: Mapping[str, str], task: str | None = None, kinds: Collection[str] | None = None
+) -> dict[str, str]:
     """List classes whose options all have defaults, by their names in `variants` or a task's, others in lower case."""
     names = {method: name for name, method in reversed([*(variants_of(task) or variants).items()])}
-    return {names.get(method, method.lower()): method for method, missing in needs(task).items() if not missing}
+    return {names.get(method, method.lower()): method for method, missing in needs(task, kinds).items() if not missing}
 
 
 def variants_of(task: str | None) -> dict[str, str]:
@@ -54,16 +57,16 @@ def variants_of(task: str | None) -> dict[str, str]:
     return {name: method for name, method in flags.items() if "." not in name and method is not None}
 
 
-def needs(task: str | None = None) -> dict[str, list[str]]:
-    """List the options without a default of each method of a task's outputs, by its class's name.
+def needs(task: str | None = None, kinds: Collection[str] | None = None) -> dict[str, list[str]]:
+    """List the options without a default of each method that compares some kinds of outputs, by its class's name.
 
-    Without a task they are those of any labels. A Sum is none by itself.
+    Default: those of the task. A Sum is none by itself.
     """
-    kinds = {outputs_of(task)} if task else {*KINDS} - {*UNLABELLED}
+    kinds = {outputs_of(task)} if kinds is None else kinds
     return {
         name: [option for option, value in options_of(method).defaults.items() if value is Missing]
         for name, method in _classes().items()
-        if method.compares & kinds
+        if not method.compares.isdisjoint(kinds)
     }
 
 

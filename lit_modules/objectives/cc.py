@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from lit_modules.objectives.base import Outputs, Term, positive, weight
-from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.embeddings import RelationObjective
 from lit_modules.objectives.search import Log, space
 
 ORDER = 2  # of the expansion, as in the paper's experiments
 
 
-class CC(EmbeddingObjective):
+class CC(RelationObjective):
     """cc_weight * sum over j of (k_s - k_t)_ij^2 / B + ce_weight * CE, k_ij the correlation of samples i and j.
 
     k is the Gaussian kernel exp(-gamma |a_i - a_j|^2) of embeddings divided by their length, expanded to second order:
@@ -24,7 +24,7 @@ class CC(EmbeddingObjective):
         cc_weight: weight of the difference of correlations; 100 is that of a public reimplementation.
         gamma: of the kernel.
         ce_weight: weight of the cross-entropy with the labels.
-        layers: those of EmbeddingObjective.
+        layers: those of RelationObjective.
     """
 
     search = space(cc_weight=Log(1, 1000), gamma=Log(0.1, 2))

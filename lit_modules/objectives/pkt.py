@@ -5,13 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from lit_modules.objectives.base import Outputs, Term, weight
-from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.embeddings import RelationObjective
 from lit_modules.objectives.search import Log, space
 
 EPS = 1e-7
 
 
-class PKT(EmbeddingObjective):
+class PKT(RelationObjective):
     """pkt_weight * sum over j of P_t log(P_t / P_s) / B + ce_weight * CE, P_ij the similarity of samples i and j.
 
     P is (cos(e_i, e_j) + 1) / 2, divided by its sum over j, the samples of the global batch, i among them. As in the
@@ -21,7 +21,7 @@ class PKT(EmbeddingObjective):
     Args:
         pkt_weight: weight of the divergence.
         ce_weight: weight of the cross-entropy with the labels.
-        layers: those of EmbeddingObjective.
+        layers: those of RelationObjective.
     """
 
     search = space(pkt_weight=Log(300, 300_000))

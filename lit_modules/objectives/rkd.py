@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_modules.objectives.base import Outputs, Term, weight
-from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.embeddings import RelationObjective
 from lit_modules.objectives.search import Log, space
 
 SAME = 1e-6  # distance below which two embeddings have no direction between them
 
 
-class RKD(EmbeddingObjective):
+class RKD(RelationObjective):
     """distance_weight * distances + angle_weight * angles + ce_weight * CE, of all pairs and triples of a global batch.
 
     Distances: the Huber loss between |e_i - e_j| of student and teacher, each divided by its mean over the B (B - 1)
@@ -28,7 +28,7 @@ class RKD(EmbeddingObjective):
         distance_weight: weight of the distances.
         angle_weight: weight of the angles; 0 does not compute them.
         ce_weight: weight of the cross-entropy with the labels.
-        layers: those of EmbeddingObjective.
+        layers: those of RelationObjective.
     """
 
     fewest_related = 3  # the distance of two rows is its own mean, and they have no angle

@@ -5,11 +5,11 @@ from torch.nn import functional as F
 
 from lit_modules.nets.layers import DEFAULT_LAYER
 from lit_modules.objectives.base import Term, weight
-from lit_modules.objectives.embeddings import EmbeddingObjective
+from lit_modules.objectives.embeddings import RelationObjective
 from lit_modules.objectives.search import Log, space
 
 
-class SP(EmbeddingObjective):
+class SP(RelationObjective):
     """sp_weight * sum over j of (G_s - G_t)_ij^2 / B + ce_weight * CE, G_i the row i of f f^T divided by its length.
 
     f has a flattened map for each sample of the global batch, of one pair of layers, by default the last stages. The
