@@ -76,9 +76,9 @@ class SelfAttention(CachedAttention, DropsWeights):
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if isinstance(position, Rotary) and (position.width(self.head_dim) % 2 or not position.width(self.head_dim)):
-            turning = position.width(self.head_dim)
-            raise BadInput("position", "Rotary", f"heads of an even width; of theirs {turning} values turn")
+        turning = position.width(self.head_dim) if isinstance(position, Rotary) else 2
+        if turning % 2 or not turning:
+            raise BadInput("position", "Rotary", f"heads of an even width; theirs is {turning}")
         _check_window(causal, window, sinks)
         self.form = Form(scale, softcap, backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
