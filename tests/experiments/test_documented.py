@@ -30,7 +30,8 @@ NOISE = re.compile(r"Warning|WARN|\[[WIEF]\d|\[rank|INFO|site-packages|Traceback
 # On stderr there is nothing but these.
 SAID = re.compile(
     r"\w+: (training samples of a class|skipped in|there is no test set|near duplicates|weights of classes|label noise)"
-    r"|warning: .* draws noise from torch's generator|Chat: \S+: .*(left out|end at max_length)"
+    r"|warning: .* draws noise from torch's generator|Chat: \S+: .*(reads|left out|end at max_length)"
+    r"|Chat: .* test prompts nearly equal|Pairs: .*: [\d,]+ rows of"
 )
 MINE = """
 from lit_modules.nets import DeepNN as MyNet, DeepNN as MyTeacher
@@ -210,6 +211,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     ]
     (folder / "split.csv").write_text("\n".join(["split,path,label", *sorted(parts)]))
     (folder / "input.txt").write_text("To be, or not to be, that is the question.\n" * 200)
+    (folder / "TEXTS.txt").write_text("What does len do?\nWhat is dict?\n")
     (folder / "my.yaml").write_text("student: {class_path: LightNN}\n")
     (folder / "mypackage.py").write_text(MINE)
     torch.save(DeepNN((3, 32, 32), 2).state_dict(), folder / "teacher.pt")

@@ -49,20 +49,20 @@ ONE, OTHER = f"{SYSTEM}s|Q:q|{ASSISTANT}⟦a|⟧", f"Q:q|{ASSISTANT}⟦a|⟧"
 SHAPES: dict[str, tuple[Row, str, str]] = {
     "OpenAI": (
         {"messages": [turn("system", "s"), turn("user", "q"), turn("assistant", "a")], "id": 1},
-        ONE, "read as messages; not read: id",
+        ONE, "reads messages; not read: id",
     ),
-    "ShareGPT": ({"conversations": [said("human", "q"), said("gpt", "a")]}, OTHER, "read as conversations"),
+    "ShareGPT": ({"conversations": [said("human", "q"), said("gpt", "a")]}, OTHER, "reads conversations"),
     "ShareGPT, a system's column": (
         {"system": "s", "conversations": [said("Human", "q"), said("Assistant", "a")], "tools": ""},
-        ONE, "read as conversations, system, tools",
+        ONE, "reads conversations, system, tools",
     ),
     "Gemma": ({"conversation": [turn("user", "q"), turn("model", "a", name="b")]}, OTHER,
-              "read as conversation; not read: name"),
+              "reads conversation; not read: name"),
     "Alpaca": (
-        {"instruction": "q", "input": "", "output": "a"}, OTHER, "read as instruction and input as prompt, output as",
+        {"instruction": "q", "input": "", "output": "a"}, OTHER, "reads instruction and input as prompt, output as",
     ),
     "Alpaca with an input": ({"instruction": "q", "input": "i", "output": "a"}, OTHER.replace("q", "q\ni"), ""),
-    "TRL": ({"prompt": "q", "completion": "a"}, OTHER, "read as prompt as prompt, completion as response"),
+    "TRL": ({"prompt": "q", "completion": "a"}, OTHER, "reads prompt as prompt, completion as response"),
     "TRL, lists": (
         {"prompt": [turn("system", "s"), turn("user", "q")], "completion": [turn("assistant", "a")]}, ONE, "",
     ),
@@ -208,7 +208,7 @@ def test_sets_of_hugging_face(tmp_path: Path) -> None:
 
     splits = {"train_sft": rows("a", 9), "train_gen": rows("a", 4), "test_sft": rows("b", 3), "test_gen": rows("b", 2)}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "chats")
-    read_as = ": read as prompt as prompt, completion as response"
+    read_as = ": reads prompt as prompt, completion as response"
     expected = {"train": 7, "validation": 2, "test": 3}
     assert sizes("chats") == (f" (train_sft, not train_gen, test_gen){read_as}", expected)
     rows("a", 9).save_to_disk(tmp_path / "one")
