@@ -9,6 +9,7 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets import Outputs
+from lit_modules.nets.outputs import KINDS
 from lit_modules.objectives import (
     CC,
     CRD,
@@ -169,8 +170,7 @@ def test_labels_have_no_part_in_what_relates_embeddings() -> None:
 
 
 def test_methods_say_what_they_compare() -> None:
-    both = {"classes", "embeddings", "scores"}
-    assert all(make().compares == both for make in (RKD, SP, PKT, CC))
+    assert all(make().compares == {*KINDS} for make in (RKD, SP, PKT, CC))
     assert Hinton().compares == CRD().compares == Sum([Hinton(), RKD()]).compares == {"classes"}
     assert Sum([EmbeddingMatch(), RKD()]).compares == {"embeddings", "scores"}
 
