@@ -119,6 +119,7 @@ def _write_smollm3(settings: Settings) -> Settings:
     windows, every = _write_windows(settings), settings["nope_every"]
     turns = [int(not every or (number + 1) % every != 0) for number in range(settings["num_layers"])]
     used = {"use_sliding_window": settings["window"] is not None, "no_rope_layers": turns, "pad_token_id": None}
+    used |= {"no_rope_layer_interval": every} if every else {}
     return _write_llama(settings) | used | windows
 
 

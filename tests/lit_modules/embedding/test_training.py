@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules import Digits
 from lit_modules.distillation import Distillation
 from lit_modules.embedding.neighbours import shared_neighbours
@@ -26,7 +27,7 @@ TAGS = [f"{name}/train/loss" for name in METHODS if name != "untrained"]
 
 
 def embedder(make: type[nn.Module] = LightNN, seed: int = 0, **options: Any) -> Embedder:
-    return Embedder(net(make, seed), SHAPE, **options)
+    return with_seed(seed, lambda: Embedder(net(make, seed), SHAPE, **options))
 
 
 def data(**options: Any) -> Digits:
