@@ -141,8 +141,8 @@ class Chat(TextData):
             if not len(file.index):
                 expected = f"a token of a response in some conversation; {file.describe_left_out()}"
                 raise BadInput(source.flag, source, expected)
-            if not isinstance(source, PythonHelp):
-                self.say(f"{source}: reads {file.describe_shape()}")
+            if line := file.describe_shape():
+                self.say(f"{source}: reads {line}")
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
         if has_turns and not template.ends_turns():

@@ -26,6 +26,7 @@ from datamodules.text.near_prompts import HASHES, sign
 VERSION = 4
 GROUPS = "groups.bin"  # of texts that are grouped by more than their prompts
 SIGNATURES = "signatures.bin"
+PLAIN = "messages", "prompt as prompt, response as response", "text"  # shapes of which nothing is said
 LISTED = 5  # names of conversations in a message
 EMPTY, CUT_OFF = "empty", "cut off by max_length before the response"
 NO_PROMPT = "of which the assistant's turn is the first"
@@ -76,9 +77,9 @@ class TokenFile:
         return cls(folder, tokens, learned, index, facts, groups, signatures)
 
     def describe_shape(self) -> str:
-        """What the texts were made of, as text."""
-        unread = ", ".join(self.facts["unread"])
-        return self.facts["shape"] + (f"; not read: {unread}" if unread else "")
+        """What the texts were made of, as text; "" if these are columns of a usual file, and all that it has."""
+        shape, unread = self.facts["shape"], ", ".join(self.facts["unread"])
+        return f"{shape}; not read: {unread}" if unread else "" if shape in PLAIN else shape
 
     def describe_left_out(self) -> str:
         """What was left out and cut, as text; "" if nothing was."""
