@@ -13,6 +13,7 @@ from torch import nn
 from apprentice import extras
 from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
+from benchmarks.int8_speed import VNNI
 from deploy import infer, latency, verify, writers
 from deploy.agreement import Difference, compare, disagreement
 from deploy.export_folder import ONNX, PROGRAM, WEIGHTS
@@ -156,12 +157,25 @@ def test_files_of_a_net_with_folded_batch_norm_answer_as_it_does(tmp_path: Path)
     writers.write_onnx(int8, images, tmp_path)
     found = read_back([tmp_path / PROGRAM.name, tmp_path / ONNX.name], images)
     assert len(found) == 2
-    for given in found.values():
+    for path, given in found.items():
         assert isinstance(given, torch.Tensor), given
         assert not disagreement(
             logits, given, exact=False, share=1
         )  # untrained, the two highest are often nearly equal
-        assert float((logits - given).abs().max()) < 0.1 * float(logits.max() - logits.min())  # AVX2 adds in 16 bits
+        # Without VNNI int8 kernels of onnxruntime add in 16 bits: see docs/int8.md.
+        read = given if VNNI or path.name != ONNX.name else _without_int8_kernels(path, images)
+        assert float((logits - read).abs().max()) < 0.02 * float(logits.max() - logits.min())
+
+
+def _without_int8_kernels(path: Path, images: torch.Tensor) -> torch.Tensor:
+    """Logits of a file by kernels of floats between its roundings."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    return torch.from_numpy(logits)
 
 
 @pytest.mark.slow
