@@ -17,7 +17,7 @@ from experiments import kd
 from harness.reports import html
 from harness.runs.nets import load_net
 from harness.studies.text.answers import judging_settings
-from harness.studies.text.answers_section import _cell
+from harness.studies.text.answers_section import text_cell
 from tests.chats import write_lines
 from tests.commands import refused, results, start
 from tests.figures import drawn
@@ -98,7 +98,7 @@ def test_the_page_shows_them_side_by_side(run: Path) -> None:
 
 def test_a_text_is_shown_as_it_is() -> None:
     text = "a|b *c* _d_ <i>e</i> `f` [g](h)\n1. \\| #"
-    table = f"| net | answer |\n| :-- | :-- |\n| kd | {_cell(text).replace('|', chr(92) + '|')} |"
+    table = f"| net | answer |\n| :-- | :-- |\n| kd | {text_cell(text).replace('|', chr(92) + '|')} |"
     page = html.page(f"# t\n\n{table}", {})
     cell = page.partition("kd</td>")[2].partition("</td>")[0].rpartition(">")[2]
     shown = cell.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")

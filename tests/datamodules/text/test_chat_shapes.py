@@ -263,6 +263,8 @@ def test_near_prompts_are_counted_and_said(tmp_path: Path, capsys: pytest.Captur
     assert count_near(tested[20:], signatures) <= 1
     assert count_near(np.stack([sign(text.upper() + " ") for text in texts]), signatures) == 50
     assert count_near(tested, signatures[:0]) == 0
+    short = [np.stack([sign(text) for text in of]) for of in (["What is 1?", ""], ["What is 12?", "what  is 1?"])]
+    assert [count_near(*short), count_near(*short[::-1])] == [1, 1]  # that which is equal but for case and spaces
     rows = [{"prompt": text, "response": "a"} for text in texts]
     test = write_lines(tmp_path / "test.jsonl", [{"prompt": text.upper(), "response": "a"} for text in texts[:4]])
     data = read(tmp_path, rows, test_path=test, test_size=None)
