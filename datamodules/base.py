@@ -230,7 +230,10 @@ class InMemoryData(DataHooks):
         return self._rows[part]
 
     def names_of(self, part: str, kind: str) -> Sequence[str] | None:
-        """Return what tells the samples of a part from others, by `file_name` or `text`; None if nothing does."""
+        """Return what tells the samples of a part from others, by `file_name` or `text`; None if nothing does.
+
+        Of rows of several texts, these are all texts, row by row.
+        """
         return None
 
     @property

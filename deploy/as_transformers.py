@@ -9,7 +9,8 @@ from torch import nn
 from lit_modules.nets.adapters import merge_adapters
 from lit_modules.nets.families import NoFamily
 from lit_modules.nets.gpt import GPT
-from lit_modules.nets.hugging_face import HuggingFaceLM, import_transformers
+from lit_modules.nets.hugging_face import HuggingFaceLM
+from lit_modules.nets.transformers_models import import_transformers
 
 
 def as_transformers(net: nn.Module) -> Any | None:

@@ -170,6 +170,10 @@ class Pairs(InMemoryData):
         chosen = self._text_rows(part).inputs[torch.as_tensor(places, dtype=torch.int64)]
         return [tuple(decode_bytes(text) for text in row) for row in chosen]
 
+    def names_of(self, part: str, kind: str) -> list[str] | None:
+        places = range(self.sizes[part])
+        return [text for row in self.texts(part, places) for text in row] if kind == "text" else None
+
     def _text_rows(self, part: str) -> TextRows:
         rows: Any = self.split(part)
         return rows

@@ -79,6 +79,12 @@ def image_shape(input_shape: Sequence[int]) -> Shape:
     return channels, height, width
 
 
+def check_text_shape(input_shape: Sequence[int]) -> None:
+    """Raise BadInput unless this is the shape (T,) of texts."""
+    if len(input_shape) != 1:
+        raise BadInput("input_shape", tuple(input_shape), "(T,), texts")
+
+
 def check_widths(widths: Sequence[int], count: int) -> Sequence[int]:
     """Return the widths; raise BadInput if they aren't `count` numbers of channels."""
     if len(widths) != count or min(widths) < 1:

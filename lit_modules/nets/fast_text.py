@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apprentice.errors import BadInput
-from lit_modules.nets.base import Net, check_sizes, check_tokens
+from lit_modules.nets.base import Net, check_sizes, check_text_shape, check_tokens
 
 PRIME, FACTOR = 2**31 - 1, 2654435761  # of the hash; products fit in int64
 
@@ -38,8 +38,7 @@ class FastText(Net):
         num_classes: int = 10,
     ) -> None:
         super().__init__()
-        if len(input_shape) != 1:
-            raise BadInput("input_shape", tuple(input_shape), "(T,), texts")
+        check_text_shape(input_shape)
         if not lengths or min(lengths) < 1:
             raise BadInput("lengths", [*lengths], "numbers of bytes, each at least 1")
         check_sizes(width=width, buckets=buckets)

@@ -19,10 +19,10 @@ from lit_modules.nets.blocks import make_block, make_last_norm
 from lit_modules.nets.families import FAMILIES, family_of, fit_family
 from lit_modules.nets.family_weights import from_family, to_family
 from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
-from lit_modules.nets.hugging_face import import_transformers
 from lit_modules.nets.mixers import CachedMixer, MeasuredMixer
 from lit_modules.nets.mlps import MixtureOfExperts
 from lit_modules.nets.transformer import Transformer
+from lit_modules.nets.transformers_models import import_transformers
 
 STD = 0.02  # of GPT-2's initial weights
 

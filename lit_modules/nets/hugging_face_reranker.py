@@ -10,9 +10,9 @@ from torch import Tensor
 from apprentice.errors import BadInput
 from apprentice.keyed import slice_rows
 from lit_modules.nets.base import Net
-from lit_modules.nets.hugging_face import find_block_paths
 from lit_modules.nets.hugging_face_text import build_model
 from lit_modules.nets.text_tokens import TextTokenizer, decode_texts
+from lit_modules.nets.transformers_models import find_block_paths
 
 HEADS = "classifier.", "pooler.", "score.", "pre_classifier.", "head."  # of families, by the start of their names
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from apprentice.errors import BadInput
 from apprentice.keyed import Dropout, slice_rows
 from lit_modules.nets.base import Net
-from lit_modules.nets.hugging_face import SAFE, change_config, find_block_paths, import_transformers, load_model
 from lit_modules.nets.sentence_folder import Pool, SentenceSettings, read_settings, write_settings
 from lit_modules.nets.text_tokens import TextTokenizer, decode_texts
+from lit_modules.nets.transformers_models import SAFE, change_config, find_block_paths, import_transformers, load_model
 
 
 class HuggingFaceText(Net):

@@ -24,20 +24,21 @@ from torch import Tensor, nn
 
 from apprentice.errors import BadInput, reason
 from lit_modules.nets.classes import class_order
-from lit_modules.nets.outputs import CLASSES, EMBEDDINGS, LABELS, VALUES
+from lit_modules.nets.outputs import CLASSES, EMBEDDINGS, LABELS, SCORES, UNLABELLED, VALUES
 from lit_modules.nets.outputs import Outputs as NetOutputs
 from lit_modules.nets.stored import TeacherInFile
 
 FLAG = "teacher.file"
-PROBABILITIES, SCORES, CLASS_NAMES, PART = "probabilities", "scores", "classes", "part"
+PROBABILITIES, CLASS_NAMES, PART, TEXT = "probabilities", "classes", "part", "text"
 # Names of the outputs, by what the task's nets give.
 NAMES = {
     CLASSES: ("logits", PROBABILITIES, SCORES),
     LABELS: ("logits", PROBABILITIES, SCORES),
     VALUES: ("values", SCORES),
     EMBEDDINGS: ("embeddings",),
+    SCORES: ("embeddings",),  # of the texts of a row, whose products are scores
 }
-KEYS = "row", "file_name", "text"
+KEYS = "row", "file_name", TEXT
 PARTS = "train", "validation", "test"
 LEAST = 1e-7  # a probability that stands for 0, whose logarithm no loss takes
 LISTED = 2  # samples in a message
@@ -50,8 +51,8 @@ class Outputs(TeacherInFile):
     set, so the samples that train have to be the same in each epoch, and all of them in the file.
 
     Attributes:
-        parts: outputs (n, C) of the samples of `train`, `validation` and `test` by these names, in their order; a part
-            of which the file lacks samples is left out. Known after `of_data`.
+        parts: outputs (n, C), of rows of k texts (n, k, D), of the samples of `train`, `validation` and `test` by these
+            names, in their order; a part of which the file lacks samples is left out. Known after `of_data`.
         note: what a user may want to know of the classes; "" for nothing.
 
     Args:
@@ -73,13 +74,13 @@ class Outputs(TeacherInFile):
         """
         bound = copy.copy(self)
         bound.parts, bound.note = outputs_of(Path(self.file).expanduser(), data, kind, wanted)
-        bound.pooled_layer = "output" if kind == EMBEDDINGS else ""
-        bound.width = bound.parts["train"].shape[1]
+        bound.pooled_layer = "output" if kind in UNLABELLED else ""
+        bound.width = bound.parts["train"].shape[-1]
         bound.is_comparable = "test" in bound.parts
         return bound
 
     def part(self, name: str) -> Tensor:
-        """Return the outputs (n, C) of a part; BadInput before `of_data`."""
+        """Return the outputs (n, ..., C) of a part; BadInput before `of_data`."""
         if not self.parts:
             raise BadInput("teacher", "Outputs", "the outputs of a data set's samples, found by `of_data`")
         return self.parts[name]
@@ -91,7 +92,7 @@ class Outputs(TeacherInFile):
     def zeros(self, inputs: Tensor, layers: Collection[str] = ()) -> NetOutputs:
         """Return zeros in the place of outputs for inputs (b, ...), for checks of shapes."""
         like = self.part("train")
-        return self._as_outputs(like.new_zeros(len(inputs), self.width).to(inputs.device), layers)
+        return self._as_outputs(like.new_zeros(len(inputs), *like.shape[1:]).to(inputs.device), layers)
 
     def _as_outputs(self, outputs: Tensor, layers: Collection[str]) -> NetOutputs:
         return NetOutputs(outputs, dict.fromkeys(layers, outputs))
@@ -108,7 +109,7 @@ class OutputFile(NamedTuple):
 
 
 def outputs_of(path: Path, data: Any, kind: str, wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
-    """Return the outputs (n, C) for the samples of each part of a data module of which a file has all samples.
+    """Return the outputs (n, C), or (n, k, D), for each part of a data module of which a file has all samples.
 
     Return also a note on the classes for the user, "" for none.
 
@@ -128,6 +129,8 @@ def outputs_of(path: Path, data: Any, kind: str, wanted: Collection[str]) -> tup
     file = read_file(path)
     outputs, note = _outputs(path, file, kind, data)
     by = next((name for name in KEYS if name in file.arrays), "row")
+    if kind == SCORES and by != TEXT:
+        raise BadInput(FLAG, path, f"a `{TEXT}` for each entry, as a row of `data {data.name}` has several")
     entries = _entries(path, file, by, len(outputs), data)
     places = {part: [entries.get(key) for key in _keys(path, data, part, by)] for part in PARTS if data.sizes[part]}
     for part in PARTS:
@@ -138,8 +141,9 @@ def outputs_of(path: Path, data: Any, kind: str, wanted: Collection[str]) -> tup
             more = f" and {len(missing) - LISTED:,} more" if len(missing) > LISTED else ""
             expected = f"an entry for each {part} sample; none is for the {by} {listed}{more}"
             raise BadInput(FLAG, path, expected)
-    whole = {part: torch.tensor(found) for part, found in places.items() if None not in found}
-    return {part: outputs[found] for part, found in whole.items()}, note
+    whole = {part: torch.tensor(of_part) for part, of_part in places.items() if None not in of_part}
+    shape = data.label_shape if kind == SCORES else ()
+    return {part: outputs[of_part.view(-1, *shape)] for part, of_part in whole.items()}, note
 
 
 def _outputs(path: Path, file: OutputFile, kind: str, data: Any) -> tuple[Tensor, str]:
@@ -153,7 +157,7 @@ def _outputs(path: Path, file: OutputFile, kind: str, data: Any) -> tuple[Tensor
     if values.dtype.kind not in "fiu":
         raise BadInput(FLAG, path, f"{name} that are numbers, (n, C); they are {values.dtype}")
     values = values[:, None] if values.ndim == 1 and kind == VALUES else values
-    width = None if kind == EMBEDDINGS else data.num_classes
+    width = None if kind in UNLABELLED else data.num_classes
     if values.ndim != 2 or width not in {None, values.shape[1]}:
         raise BadInput(FLAG, path, f"{name} (n, {width or 'D'}), as the data has it; they are {values.shape}")
     outputs = torch.from_numpy(values.astype(np.float64 if values.dtype == np.float64 else np.float32))
@@ -203,7 +207,10 @@ def _entries(path: Path, file: OutputFile, by: str, count: int, data: Any) -> di
 
 
 def _keys(path: Path, data: Any, part: str, by: str) -> list[tuple[str, Any]]:
-    """Return what names the samples of a part in a file; BadInput for data whose samples have no such names."""
+    """Return what names the samples of a part in a file, or the texts of each of its rows, one after the other.
+
+    BadInput for data whose samples have no such names.
+    """
     if by == "row":
         source = data.source_of(part)
         return [(source, row) for row in data.rows_of(part).tolist()]

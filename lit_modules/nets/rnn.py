@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
-from lit_modules.nets.base import Net, check_sizes, check_tokens
+from lit_modules.nets.base import Net, check_sizes, check_text_shape, check_tokens
 
 
 class RNNClassifier(Net):
@@ -38,8 +37,7 @@ class RNNClassifier(Net):
         num_classes: int = 10,
     ) -> None:
         super().__init__()
-        if len(input_shape) != 1:
-            raise BadInput("input_shape", tuple(input_shape), "(T,), texts")
+        check_text_shape(input_shape)
         check_sizes(embedding_dim=embedding_dim, hidden=hidden)
         self.embedding = _Embedding(vocab_size, embedding_dim)
         self.gru = _LastState(embedding_dim, hidden)

@@ -55,7 +55,7 @@ class TeacherInFile(TeacherWithoutWeights):
     width: int  # values of an output
 
     def rows(self, part: str, index: Tensor, layers: Collection[str] = ()) -> Outputs:
-        """Return the outputs (b, C) of a part's samples at these places (b,), and as features of these layers."""
+        """Return the outputs (b, ..., C) of a part's samples at these places (b,), and as features of these layers."""
         raise NotImplementedError
 
     def zeros(self, inputs: Tensor, layers: Collection[str] = ()) -> Outputs:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_modules.nets.hugging_face import SAFE, import_transformers
+from lit_modules.nets.transformers_models import SAFE, import_transformers
 
 REMEMBERED = 2**17  # texts whose tokens are kept for the next epoch, and for other nets of the same tokenizer
 

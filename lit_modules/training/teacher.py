@@ -124,7 +124,39 @@ def store_outputs(module: "Distillation", epochs: float, batch_norm: str | None)
         module.teacher_samples, module.teacher_stored = max(module.teacher_samples, computed), True
 
 
-class TeacherCache:
+class KeptOutputs:
+    """Outputs for all training samples in memory, which a batch's rows are taken from by their places.
+
+    Attributes:
+        outputs: by the sample's index; None if they are not stored.
+        objectives: those that read them.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: Outputs | None = None
+        self.objectives: Mapping[str, Objective] = {}
+
+    @property
+    def is_filled(self) -> bool:
+        return self.outputs is not None
+
+    def set_objectives(self, objectives: Mapping[str, Objective]) -> None:
+        self.objectives = objectives
+
+    def rows(self, batch: Batch) -> Outputs:
+        """Return the outputs for a batch's rows."""
+        assert self.outputs is not None
+        return self.outputs.map(lambda x: x[batch.index])
+
+    def reduce(self, outputs: Outputs, _batch: Batch) -> Outputs:
+        """Return the teacher's outputs for a batch as `rows` would."""
+        return outputs
+
+    def clear(self) -> None:
+        self.outputs = None
+
+
+class TeacherCache(KeptOutputs):
     """A frozen teacher's outputs for all training samples, stored for the time of a fit, and in files for other runs.
 
     Ranks compute chunks of fixed size and order and then share them, so a resumed run gets the same bits. A folder is
@@ -133,7 +165,6 @@ class TeacherCache:
     any time.
 
     Attributes:
-        outputs: by the sample's index; None if they are not stored.
         max_bytes: how many they may take on a rank.
 
     Args:
@@ -146,19 +177,10 @@ class TeacherCache:
     def __init__(
         self, teacher: nn.Module, max_mb: int, folder: str | Path | None, tell: Callable[[str], object]
     ) -> None:
-        self.outputs: Outputs | None = None
-        self.objectives: Mapping[str, Objective] = {}
+        super().__init__()
         self.max_bytes, self.tell = max_mb * 2**20, tell
         self.folder = Path(folder).expanduser() if folder else None
         self._identity = identify(teacher) if folder else ""
-
-    @property
-    def is_filled(self) -> bool:
-        return self.outputs is not None
-
-    def set_objectives(self, objectives: Mapping[str, Objective]) -> None:
-        """Remember them for the report of sizes."""
-        self.objectives = objectives
 
     def is_wanted(self, data: Any, epochs: float) -> bool:
         """Whether inputs come again, so that outputs are worth storing."""
@@ -185,18 +207,6 @@ class TeacherCache:
         elif by_readers := describe_sizes(self.outputs, self.objectives):
             self.tell(f"teacher's outputs stored: {by_readers}")
         return samples
-
-    def rows(self, batch: Batch) -> Outputs:
-        """Return the outputs for a batch's rows."""
-        assert self.outputs is not None
-        return self.outputs.map(lambda x: x[batch.index])
-
-    def reduce(self, outputs: Outputs, _batch: Batch) -> Outputs:
-        """Return the teacher's outputs for a batch as `rows` would."""
-        return outputs
-
-    def clear(self) -> None:
-        self.outputs = None
 
     def _compute(self, chunks: Iterable[Batch], samples: int, teacher: Teacher) -> Outputs | None:
         store: Outputs | None = None

@@ -8,13 +8,18 @@ import pytest
 import torch
 from PIL import Image
 
+from apprentice.errors import BadInput
+from apprentice.keyed import with_seed
 from datamodules import Digits
 from datamodules.adapter import DataModuleAdapter
 from experiments import kd
 from harness.runs.nets import load_net
+from lit_modules.nets import FastText
+from lit_modules.nets.embedder import TextEmbedder
 from lit_modules.nets.output_file import outputs_of
 from tests.commands import Refusal, nets, results, run_of
 from tests.datamodules.test_adapter import Mine
+from tests.texts_in_rows import read_rows, text_rows
 from tests.training import assert_same
 
 SIZES = ["--data", "Digits", "--data.train_size", "60", "--data.test_size", "40", "--seeds", "1"]
@@ -142,8 +147,11 @@ def test_classes_are_matched_by_name_and_probabilities_are_logarithms(live: Path
         torch.testing.assert_close(found[part], expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.extras("datasets")
 def test_parquet_and_names_of_files(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     from datamodules import ImageFolder
 
     for name in ("a/1", "a/2", "a/3", "b/1", "b/2", "b/3"):
@@ -167,3 +175,32 @@ def test_samples_of_a_users_data_module_have_rows() -> None:
     data.setup()
     assert data.train_inputs_change  # its data set adds noise
     assert data.rows_of("train").tolist() == [*range(data.places)]
+
+
+def test_texts_of_rows_have_embeddings_in_a_file(tmp_path: Path) -> None:
+    data = read_rows(tmp_path, text_rows(40))
+    net = with_seed(3, lambda: TextEmbedder(FastText(6, 32, input_shape=(9,)), data.input_shape))
+    texts = sorted({text for part in PARTS for row in data.texts(part, range(data.sizes[part])) for text in row})
+    longest = max(len(text.encode()) for text in texts)
+    rows = torch.tensor([[*text.encode().ljust(longest, b"\0")] for text in texts], dtype=torch.uint8)
+    with torch.no_grad():
+        embeddings = net(rows[:, None])[:, 0].numpy()
+        outputs, _ = outputs_of(_npz(tmp_path, embeddings=embeddings, text=texts), data, "scores", PARTS)
+        for part in PARTS:
+            expected = net(data.samples(part, torch.arange(data.sizes[part])).inputs)
+            torch.testing.assert_close(outputs[part], expected, rtol=0, atol=1e-6)
+    flags = ["--data", "Pairs", "--data.path", str(tmp_path / "rows.jsonl"), "--data.batch_size", "7", "--seeds", "1"]
+    flags += ["--data.test_size", "12", "--data.validation_size", "5", "--trainer.max_epochs", "1"]
+    flags += ["--student", "FastText", "--student.width", "6", "--student.buckets", "32", "--only", "cosine", "rkd"]
+    kd.main([*flags, "--teacher", "Outputs", "--teacher.file", str(tmp_path / "t.npz"), "--out", str(tmp_path / "run")])
+    assert {*results(tmp_path / "run")["students"]} == {"cosine", "rkd"}
+    without = _npz(tmp_path, embeddings=embeddings)
+    with pytest.raises(BadInput, match="a `text` for each entry, as a row of `data Pairs` has several"):
+        outputs_of(without, data, "scores", PARTS)
+    with pytest.raises(BadInput, match="an entry for each train sample; none is for the text"):
+        outputs_of(_npz(tmp_path, embeddings=embeddings[:3], text=texts[:3]), data, "scores", PARTS)
+
+
+def _npz(folder: Path, **arrays: Any) -> Path:
+    save(folder / "t.npz", **arrays)
+    return folder / "t.npz"

@@ -16,7 +16,7 @@ from harness.reports.results import Results, load_results
 from harness.runs.nets import load_net
 from harness.runs.safepoints import SafePoints
 from harness.studies.compare import compare, load_runs
-from harness.studies.embedding import found_texts
+from harness.studies.embedding import retrieved_texts
 from lit_modules.embedding.ranking import find_corpus, judge_ranks, rank_documents
 from tests.chats import write_lines
 from tests.commands import kill_at, nets, results, run_of, start
@@ -80,9 +80,9 @@ def test_figures_are_those_of_the_saved_nets(finished: Path, path: Path) -> None
 
 def test_the_page_shows_what_queries_find(finished: Path, path: Path) -> None:
     found = Results.read(load_results(finished))
-    (section,) = found_texts.section(found, finished / "seed0", "kl")
-    assert section.text.count("| rank | teacher | kl |") == found_texts.SHOWN
-    (first, *_), data = found_texts.read(finished / "seed0" / "kl"), read_rows(path.parent, text_rows(40))
+    (section,) = retrieved_texts.section(found, finished / "seed0", "kl")
+    assert section.text.count("| rank | teacher | kl |") == retrieved_texts.SHOWN
+    (first, *_), data = retrieved_texts.read_results(finished / "seed0" / "kl"), read_rows(path.parent, text_rows(40))
     assert first.query == data.texts("test", [0])[0][0]
 
 
@@ -178,8 +178,10 @@ def test_predict_writes_vectors_of_lines(finished: Path, lines: Path) -> None:
     np.testing.assert_allclose(written["embeddings"], expected(finished, TEXTS), atol=1e-6)
 
 
+@pytest.mark.extras("datasets")
 def test_predict_writes_parquet(finished: Path, lines: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     out = lines.with_name("embeddings.parquet")
     predict.main(["--run", str(finished / "seed0" / "kl"), "--inputs", str(lines), "--out", str(out)])
     table = parquet.read_table(out).to_pydict()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,9 @@ class EmbeddingKind(DataKind):
     """What samples whose labels no student sees add to a comparison.
 
     A teacher that is not loaded learns from labels, as a classifier, and embeds by what its classifier reads.
-
-    Attributes:
-        chosen_by: how such data are chosen.
     """
 
     settings = SETTINGS
-    chosen_by: ClassVar[str] = "`data.task embedding`"
 
     def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
         super().__init__(session, arms)
@@ -62,10 +58,7 @@ class EmbeddingKind(DataKind):
         self._brings_weights = dict[str, bool]()  # by the teacher's key
 
     def check(self) -> None:
-        for part in ("validation", "test"):
-            if self.session.data.sizes[part] == 1:
-                expected = "at least 2 images, which can be neighbours" + ", or 0" * (part == "validation")
-                raise BadInput(f"data.{part}_size", 1, expected)
+        check_sizes(self.session.data, "images, which can be neighbours")
         for arm in self.arms:
             if TEACHER not in arm.teachers:
                 expected = f"{TEACHER} among its teachers, whose neighbours judge all students"
@@ -171,6 +164,14 @@ class EmbeddingKind(DataKind):
         if best is None:
             return []
         return pictures.section(results, session.out / f"seed{results.seeds[0]}", best, session.data.test_images)
+
+
+def check_sizes(data: InMemoryData, what: str) -> None:
+    """Raise BadInput for a part of one sample, among which there is nothing to find."""
+    for part in ("validation", "test"):
+        if data.sizes[part] == 1:
+            expected = f"at least 2 {what}" + ", or 0" * (part == "validation")
+            raise BadInput(f"data.{part}_size", 1, expected)
 
 
 def embed(data: InMemoryData, net: nn.Module, part: str, device: torch.device) -> tuple[Tensor, Tensor]:

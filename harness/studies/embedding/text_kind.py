@@ -16,8 +16,8 @@ from harness.runs.records import NetRecord
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, is_teacher
 from harness.studies import costs
-from harness.studies.embedding import found_texts
-from harness.studies.embedding.kind import EmbeddingKind, embed
+from harness.studies.embedding import retrieved_texts
+from harness.studies.embedding.kind import EmbeddingKind, check_sizes, embed
 from harness.studies.kinds import command_line
 from harness.studies.next_steps import best_student
 from lit_modules.embedding.parts import ranks_pairs
@@ -33,10 +33,10 @@ class RetrievalKind(EmbeddingKind):
     """
 
     settings: ClassVar[dict[str, Any]] = {}  # see `text_settings`
-    chosen_by = "`data Pairs`"
     exports_students = True
 
     def check(self) -> None:
+        check_sizes(self.session.data, "rows of texts, among which queries look")
         if self.config.zoo:
             raise BadInput("zoo", "true", "not allowed with `data Pairs`, which trains all its methods")
         if others := self.config.teachers:
@@ -69,13 +69,12 @@ class RetrievalKind(EmbeddingKind):
             with outcome.autocast(), costs.alone(outcome.device):
                 texts, numbers = embed(session.data, net, "test", outcome.device)
             folder = plan.folder(session.out) / arm.name
-            found_texts.write(folder, found_texts.find(session.data, texts, numbers))
+            retrieved = retrieved_texts.retrieve(session.data, texts, numbers)
+            retrieved_texts.write_results(folder, retrieved)
         if not is_teacher(arm.net):
             return record
-        unknown = [
-            "ndcg_teacher",
-            *(QUERIES if ranks_pairs(net) else ()),
-        ]  # of itself; of others than a row's candidates
+        # Of itself, and of others than a row's candidates.
+        unknown = ["ndcg_teacher", *(QUERIES if ranks_pairs(net) else ())]
         missing = {name: None for name in record.figures if name.removeprefix("test_") in unknown}
         return replace(record, figures={**record.figures, **missing})
 
@@ -84,4 +83,4 @@ class RetrievalKind(EmbeddingKind):
 
     def sections(self, session: Session, results: Results) -> list[Section]:
         best = best_student(results)
-        return [] if best is None else found_texts.section(results, session.out / f"seed{results.seeds[0]}", best)
+        return [] if best is None else retrieved_texts.section(results, session.out / f"seed{results.seeds[0]}", best)
