@@ -57,11 +57,13 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(folder: Path, facts: NetFacts, parameters: int) -> str:
+def language_card(folder: Path, facts: NetFacts, parameters: int, has_encoder: bool = False) -> str:
     """Write the card of a language model in a run's folder, as transformers reads it."""
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
-    head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
-    return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL])
+    pipeline = "text2text-generation" if has_encoder else "text-generation"
+    head = {"library_name": "transformers", "tags": tags, "pipeline_tag": pipeline}
+    use = USE_LANGUAGE_MODEL.replace("CausalLM", "Seq2SeqLM") if has_encoder else USE_LANGUAGE_MODEL
+    return _card(folder, facts, parameters, head, [use])
 
 
 def sentence_card(folder: Path, facts: NetFacts, parameters: int, ranks: bool) -> str:

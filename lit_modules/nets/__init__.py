@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from lit_modules.nets.base import Net, cast_inputs, check_fits, check_same_start, pipeline_stages, unwrap_logits
     from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
     from lit_modules.nets.classes import class_order, classes_of, reorder_classes
+    from lit_modules.nets.encoder_decoder import EncoderDecoder
     from lit_modules.nets.ensemble import Ensemble
     from lit_modules.nets.fast_text import FastText
     from lit_modules.nets.from_teacher import FromTeacher
     from lit_modules.nets.gpt import GPT
     from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
     from lit_modules.nets.hugging_face_reranker import HuggingFaceReranker
+    from lit_modules.nets.hugging_face_seq2seq import HuggingFaceSeq2Seq
     from lit_modules.nets.hugging_face_text import HuggingFaceText
     from lit_modules.nets.layers import DEFAULT_LAYER, check_keeps_apart, find_stage, heads, layer, run
     from lit_modules.nets.maps import attention_maps
@@ -70,12 +72,14 @@ MODULES = {
     "class_order": "classes",
     "classes_of": "classes",
     "reorder_classes": "classes",
+    "EncoderDecoder": "encoder_decoder",
     "Ensemble": "ensemble",
     "FromTeacher": "from_teacher",
     "GPT": "gpt",
     "HuggingFace": "hugging_face",
     "HuggingFaceLM": "hugging_face",
     "HuggingFaceReranker": "hugging_face_reranker",
+    "HuggingFaceSeq2Seq": "hugging_face_seq2seq",
     "HuggingFaceText": "hugging_face_text",
     "DEFAULT_LAYER": "layers",
     "check_keeps_apart": "layers",

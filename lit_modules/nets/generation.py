@@ -142,10 +142,10 @@ def _write(
 def _decoder(net: nn.Module, capacity: int, padding: Tensor | None, cached: bool = True) -> Decoder:
     make: Any = getattr(net, "decoder", None) if cached else None
     decoder: Decoder | None = None if make is None else make(capacity, padding)
-    return decoder or _Recomputing(net, padding)
+    return decoder or Recomputing(net, padding)
 
 
-class _Recomputing:
+class Recomputing:
     """A decoder for any net: all tokens again, padded on the right."""
 
     def __init__(self, net: nn.Module, padding: Tensor | None) -> None:

@@ -76,7 +76,7 @@ class GPT(Transformer):
         self.block_size, self.tie_weights = block_size, tie_weights
         places = block_size if parts.position == "learned" else 0
         factor = math.sqrt(embed_dim) if scale_embedding else 1.0
-        self.embedding = _Embedding(vocab_size, block_size, places, embed_dim, dropout, factor)
+        self.embedding = TokenEmbedding(vocab_size, block_size, places, embed_dim, dropout, factor)
         self.blocks = nn.ModuleList(make_block(parts, number) for number in range(num_layers))
         self.stages = tuple(f"blocks.{number}" for number in range(num_layers))
         self.norm = make_last_norm(parts)
@@ -243,17 +243,18 @@ class GPT(Transformer):
         return self._logits(x[:, -1])
 
 
-class _Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Tokens as vectors times a factor, with learned positions if there are places for them."""
 
     def __init__(
-        self, vocab_size: int, block_size: int, places: int, embed_dim: int, dropout: float, factor: float
-    ) -> None:
+        self, vocab_size: int, block_size: int, places: int, embed_dim: int, dropout: float, factor: float = 1.0,
+        layer: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.block_size, self.factor = block_size, factor
         self.tokens = nn.Embedding(vocab_size, embed_dim)
         self.positions = nn.Embedding(places, embed_dim) if places else None
-        self.noise = Dropout(dropout, 0)
+        self.noise = Dropout(dropout, layer)
 
     def forward(
         self, tokens: Tensor, start: int = 0, padding: Tensor | None = None, starts: Tensor | None = None
