@@ -17,6 +17,7 @@ from lit_modules.nets.hugging_face_text import HuggingFaceText
 # Layers of a block of Llama's kind, by what is cut: rows of weight and bias, or columns of the weight.
 HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_attn.v_proj": "groups"}
 HEAD_COLUMNS = "self_attn.o_proj"
+HEAD_NORM = "self_attn.q_norm"  # of each head, or of all at once
 MLP_ROWS, MLP_COLUMNS = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 GPT2_ROWS, GPT2_COLUMNS = ("mlp.c_fc",), "mlp.c_proj"  # whose weights are transposed
 Encoder = HuggingFaceText | HuggingFaceReranker
