@@ -63,11 +63,13 @@ def make_mixer(options: BlockOptions, number: int) -> nn.Module:
 
 def _softmax(o: BlockOptions, number: int) -> nn.Module:
     is_full = o.mixer == "windowed" or (o.full_every is not None and (number + 1) % o.full_every == 0)
+    window = None if is_full else o.window
     return SelfAttention(
         o.embed_dim, o.num_heads, o.causal, o.attention_dropout, o.bias, o.backend,
-        num_kv_heads=o.num_kv_heads, position=_position(o, number), qkv_bias=o.qkv_bias,
-        window=None if is_full else o.window, sinks=0 if is_full else o.sinks, qk_norm=o.qk_norm,
+        num_kv_heads=o.num_kv_heads, position=_position(o, number, window), qkv_bias=o.qkv_bias,
+        window=window, sinks=0 if is_full else o.sinks, qk_norm=o.qk_norm,
         softcap=o.softcap, gate=o.gate, head_dim=o.head_dim, scale=o.scale, layer=NOISE + number,
+        unit_offset=o.unit_offset, **_without_none(norm_eps=o.norm_eps if o.norm == "rms" else None),
     )  # fmt: skip
 
 
@@ -131,9 +133,11 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _position(o: BlockOptions, number: int) -> Position | None:
+def _position(o: BlockOptions, number: int, window: int | None) -> Position | None:
     if o.nope_every is not None and (number + 1) % o.nope_every == 0:
         return None
+    if window is not None and o.local_rope_base is not None:
+        return Rotary(o.local_rope_base, None, o.rope_fraction)
     return Alibi() if o.position == "alibi" else _rotary(o)
 
 

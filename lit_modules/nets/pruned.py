@@ -18,6 +18,7 @@ from lit_modules.nets.importance import Distance, Subset, TokenLoss, drop_blocks
 from lit_modules.nets.pruned_weights import (
     GPT2_COLUMNS,
     HEAD_COLUMNS,
+    HEAD_NORM,
     HEAD_ROWS,
     Encoder,
     Kept,
@@ -96,6 +97,11 @@ class Pruned(FromTeacher):
             if getattr(config, "head_dim", None) is None:  # heads would be wider if there were fewer
                 expected = f"a teacher whose configuration has head_dim; {type(config).__name__} has none"
                 raise BadInput("heads", self.heads, expected)
+            if (
+                has_layers(blocks[0], HEAD_NORM)
+                and len(blocks[0].get_parameter(f"{HEAD_NORM}.weight")) > config.head_dim
+            ):
+                raise BadInput("heads", self.heads, f"all {has} heads: this teacher norms them together")
             share = has // groups
             if not 1 <= self.heads <= has or self.heads % share:
                 raise BadInput("heads", self.heads, f"1 to {has} heads, a multiple of the {share} that share a key")

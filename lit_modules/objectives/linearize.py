@@ -166,5 +166,5 @@ def _attention_of(teacher: nn.Module, number: int) -> tuple[str, str]:
     if not isinstance(teacher, HuggingFaceLM):
         raise BadInput("teacher", type(teacher).__name__, "GPT, or a HuggingFaceLM of a family that GPT.from_hf reads")
     names = family_of(teacher.model.config).names
-    before, after = names.inside["norm1"], names.inside["attention.out"]
-    return f"model.{names.blocks}.{number}.{before}", f"model.{names.blocks}.{number}.{after}"
+    before, after = names.inside["attention.qkv"].split()[0], names.inside["attention.out"]
+    return f"model.{names.blocks}{number}.{before}{INPUT}", f"model.{names.blocks}{number}.{after}"
