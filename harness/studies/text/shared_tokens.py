@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
@@ -72,14 +73,14 @@ class NearVocabularies(NamedTuple):
                 expected = f"{self.theirs.name} beside `{arm.net} {choice_at(config, arm.net).name}`, a part of it"
                 raise BadInput("data.tokenizer", self.ours.name, expected)
 
-    def describe(self) -> tuple[str, str]:
-        """Say which tokens of the teacher's are left out, and which it lacks."""
+    def describe(self) -> tuple[list[str], str]:
+        """Return what says which tokens of the teacher's are left out, and the end of a line, which it lacks."""
         kept = {*self.shared.kept().tolist()}
         rest = _texts_of(self.theirs, [n for n in range(len(self.theirs)) if n not in kept])
         lacks = name_tokens(_texts_of(self.ours, self.shared.absent.tolist()))
         line = f"{len(kept):,} of its {len(self.theirs):,} tokens are shared with {self.ours.name}"
         left_out = f", not {name_tokens(rest)}" if rest else ""
-        return line + left_out, f"; it lacks {lacks}, which no text has" if lacks else ""
+        return [line + left_out], f"; it lacks {lacks}, which no text has" if lacks else ""
 
 
 def _tokenizer_of(config: Namespace, key: str) -> str | None:
@@ -92,26 +93,35 @@ def _texts_of(vocabulary: Subwords, numbers: Sequence[int]) -> list[str]:
     return [str(text) for text in vocabulary.tokenizer.convert_ids_to_tokens(numbers)]
 
 
-def say_left_out(session: Session, teacher: HuggingFaceLM, near: NearVocabularies | None) -> None:
-    """Say which of a teacher's rows are compared with none of its students', and what it says of them.
+def say_left_out(session: Session, teacher: nn.Module, near: NearVocabularies | None) -> None:
+    """Say which rows of a teacher are compared with none of its students', and what it says of them.
 
-    Their share of its probability is the mean over the places of some training texts that are learned.
+    A teacher that is not loaded is not asked.
+    """
+    parts, lacks = ([], "") if near is None else near.describe()
+    if isinstance(teacher, HuggingFaceLM) and is_main_process():
+        parts += _measure(session, teacher, near)
+    if parts:
+        name = near.theirs.name if near is not None else getattr(teacher, "name", "")
+        session.tell(f"teacher {name}: {'; '.join(parts)}{lacks}")
+
+
+def _measure(session: Session, teacher: HuggingFaceLM, near: NearVocabularies | None) -> list[str]:
+    """Return how many of a model's rows stand for no token, and its probability of all that are left out.
+
+    That is the mean over the places of some training texts that are learned.
     """
     kept = torch.arange(teacher.vocab_size) if near is None else near.shared.kept()
     rows: int = teacher.model.config.get_text_config().vocab_size
-    lines = ("", "") if near is None else near.describe()
+    if rows == len(kept):
+        return []
     empty = rows - (teacher.vocab_size if near is None else len(near.theirs))
-    padding = f"{empty:,} of its {rows:,} rows stand for no token" if empty else ""
-    line = "; ".join(filter(None, (lines[0], padding)))
-    if not line or not is_main_process():
-        return
-    if rows > len(kept):
-        texts, labels = draw_texts(session.data, session.config.seeds[0])
-        with evaluating(teacher):
-            shares = [  # text by text: a row has the logits of all rows
-                mass_outside(teacher.row_logits(text[None])[0][counts], kept)
-                for text, counts in zip(texts, label_mask(labels), strict=True)
-            ]
-        share, when = float(torch.cat(shares).mean()), "" if has_trained_teacher(session) else ", before its training"
-        line += f"; what is left out has {100 * share:.2g} % of its probability on {len(texts)} texts{when}"
-    session.tell(f"teacher {teacher.name}: {line}{lines[1]}")
+    texts, labels = draw_texts(session.data, session.config.seeds[0])
+    with evaluating(teacher):
+        shares = [  # text by text: a row has the logits of all rows
+            mass_outside(teacher.row_logits(text[None])[0][counts], kept)
+            for text, counts in zip(texts, label_mask(labels), strict=True)
+        ]
+    share, when = float(torch.cat(shares).mean()), "" if has_trained_teacher(session) else ", before its training"
+    padding = [f"{empty:,} of its {rows:,} rows stand for no token"] if empty else []
+    return [*padding, f"what is left out has {100 * share:.2g} % of its probability on {len(texts)} texts{when}"]

@@ -98,10 +98,8 @@ class TeacherTokens:
         if near is not None:
             near.check_texts(cast("TextData", session.data))
             near.check_arms(self.config, arms)
-        if not isinstance(teacher, HuggingFaceLM):
-            return teacher
-        if near is not None:
-            teacher = teacher.in_tokens(len(near.ours), near.shared)
+            if isinstance(teacher, HuggingFaceLM):
+                teacher = teacher.in_tokens(len(near.ours), near.shared)
         if not self._has_told:
             self._has_told = True
             say_left_out(session, teacher, near)
