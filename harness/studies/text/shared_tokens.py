@@ -62,8 +62,9 @@ class NearVocabularies(NamedTuple):
         parts = (x[i : i + BLOCK] for x in data.all_tokens() for i in range(0, len(x), BLOCK))
         if there := sorted({int(n) for part in parts for n in np.unique(part[np.isin(part, absent)])}):
             names = name_tokens(_texts_of(self.ours, there))
-            expected = f"texts without {names}, which {self.theirs.name} lacks"
-            expected += f"; or `data.tokenizer {self.theirs.name}`, whose tokens students then learn"
+            template = "another `data.template`, or " if hasattr(data, "template") else ""
+            ways_out = f"{template}`data.tokenizer {self.theirs.name}`, whose tokens students then learn"
+            expected = f"texts without {names}, which {self.theirs.name} lacks: {ways_out}"
             raise BadInput("data.tokenizer", self.ours.name, expected)
 
     def check_arms(self, config: Namespace, arms: Iterable[Arm]) -> None:
