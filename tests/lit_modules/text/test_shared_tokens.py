@@ -80,6 +80,8 @@ def test_a_teacher_reads_and_writes_the_other_tokens(kind: str, folder: Path) ->
     asked, kept = whole.in_tokens(SIZE, SharedTokens(numbers)), (numbers >= 0).nonzero().flatten()
     tokens, starts = kept[torch.tensor([[5, 6, 7, 8, 9]])], torch.tensor([[0, 0, 2, 2, 2]])
     torch.testing.assert_close(asked(tokens, starts)[:, 2:], asked(tokens[:, 2:]), rtol=0, atol=1e-9)
+    if kind == "more":
+        assert torch.equal(asked(tokens), whole(tokens))  # to the bit
     check_writer(asked)
     lengths = torch.tensor([5])
     written = generate(asked, tokens, lengths, 4, torch.tensor([3]))
