@@ -146,6 +146,7 @@ class Chat(TextData):
                 self.say(f"{source}: reads {line}")
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
+        self.say_left_out()
         if has_turns and not template.ends_turns():
             self.say("no special token ends a turn of this template: nets don't learn where a response ends")
         self._split()
@@ -260,6 +261,9 @@ class Chat(TextData):
         if source.folder is not None and is_writable(beside := source.folder / FOLDER):
             return beside
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "apprentice"
+
+    def all_tokens(self) -> Iterable[np.ndarray]:
+        return [file.tokens for file in self._files]
 
     def fingerprint(self) -> Fingerprint:
         """Of the token files, whose names are hashes of what determines them, and of the places in them."""

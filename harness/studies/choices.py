@@ -232,7 +232,7 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
     session.origins[key] = Origin.of(net, bool(has_weights))
     if isinstance(net, Net):
         check_expects(data, net.expects, key)
-        data.check_net(net, f"`{key}`")
+        data.check_net(net, f"`{key}`", trained)
     if data.packs_samples:
         if isinstance(strategy, strategies.PipelineStrategy):
             raise BadInput("data.pack", True, "false with `trainer.strategy pipeline`, whose stages get tokens alone")

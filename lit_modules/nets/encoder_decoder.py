@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apprentice.errors import BadInput
 from apprentice.keyed import Dropout
 from lit_modules.nets.attention.cross import CrossAttention
 from lit_modules.nets.base import check_sizes
@@ -14,8 +15,8 @@ from lit_modules.nets.gpt import STD, TokenEmbedding
 from lit_modules.nets.transformer import Block
 
 RESPONSE = 4  # U+0004, before a response in `Chat` without a tokenizer
-# What the blocks of both halves don't share, or number by themselves.
-LEFT_OUT = ("mlp_ratio", "norm_place", "attention_dropout", "router_noise")
+# What a pre-norm block with a second attention has not, or both halves would number alike.
+LEFT_OUT = ("mlp_ratio", "norm_place", "layer_scale", "attention_dropout", "router_noise")
 
 
 class EncoderDecoder(EncoderDecoderNet):
@@ -58,6 +59,8 @@ class EncoderDecoder(EncoderDecoderNet):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, num_layers=num_layers, embed_dim=embed_dim)
+        if options.get("qk_norm") == "width":
+            raise BadInput("qk_norm", "width", "true or false, of each head")
         self.vocab_size, self.block_size, self.prompt_end, self.start = vocab_size, block_size, prompt_end, prompt_end
         shared: dict[str, Any] = {"embed_dim": embed_dim, "num_heads": num_heads, "dropout": dropout, "bias": bias}
         reads, writes = (BlockOptions(**shared, causal=causal, **options) for causal in (False, True))

@@ -157,6 +157,7 @@ class Pruned(FromTeacher):
         """
         if isinstance(teacher, Embedder):
             return teacher.with_net(self.make(teacher.net, kept))
+        teacher = _held(teacher)
         net, (_, blocks) = make_smaller(teacher, kept, self.lora_rank), find_blocks(teacher)
         if len(kept.blocks) < len(blocks):
             is_whole = kept.heads is None and kept.channels is None
@@ -170,6 +171,8 @@ class Pruned(FromTeacher):
 
 def _held(teacher: nn.Module) -> nn.Module:
     """Return the net whose weights are cut, without what holds it."""
+    if isinstance(teacher, HuggingFaceLM) and teacher.shared_tokens is not None:
+        return teacher.in_tokens(teacher.vocab_size, None)  # the student's tokens have the teacher's numbers
     return teacher.net if isinstance(teacher, Embedder) else teacher
 
 

@@ -31,7 +31,15 @@ from lit_modules.text.response_windows import (
     step_keys,
     write_ahead,
 )
-from lit_modules.text.text_batches import SIZES, build_batch, cut_outputs, cut_texts, normalize_by_tokens, text_sizes
+from lit_modules.text.text_batches import (
+    SIZES,
+    build_batch,
+    cut_before,
+    cut_outputs,
+    cut_texts,
+    normalize_by_tokens,
+    text_sizes,
+)
 from lit_modules.training.extras import Extra, MoreLosses
 from lit_modules.training.student import Student
 
@@ -201,8 +209,11 @@ class OnPolicyTexts(Extra["Distillation"]):
                 student.net, batch.inputs, prompts, objective.max_new_tokens, keys,
                 Sampling(objective.sampling_temperature), self.end_tokens,
             )  # fmt: skip
-        longest = getattr(self.teacher, "block_size", None)
-        return cut_texts(texts, prompts, longest if student.objective.uses_teacher else None)
+        if not student.objective.uses_teacher:
+            return texts
+        if (shared := getattr(self.teacher, "shared_tokens", None)) is not None:
+            texts = cut_before(texts, shared.absent)  # which the teacher can't read
+        return cut_texts(texts, prompts, getattr(self.teacher, "block_size", None))
 
     def generated_batches(self, loop: "Distillation", batch: Batch) -> BatchesByStudent:
         """Return the texts that students have written for these rows, with the denominator of the global batch."""

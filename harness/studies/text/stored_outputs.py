@@ -19,6 +19,7 @@ from harness.runs.teacher_weights import TEACHER, TEACHERS
 from harness.studies.choices import is_from_teacher
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
 from harness.studies.text.answers import judging_settings
+from lit_modules.nets.shared_tokens import SharedTokens
 from lit_modules.nets.specs import path_of
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.text_objective import of_texts
@@ -30,10 +31,13 @@ READ = 2**24  # bytes at a time
 
 
 class StoredOutputs:
-    """What a run's seeds store of their teacher, or find stored. Nothing without `teacher_top_k`."""
+    """What a run's seeds store of their teacher, or find stored. Nothing without `teacher_top_k`.
 
-    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
-        self.session, self.config = session, session.config
+    `shared` are the tokens of the data that the teacher has, if some have other numbers there, or none.
+    """
+
+    def __init__(self, session: Session, arms: Iterable[Arm], shared: SharedTokens | None = None) -> None:
+        self.session, self.config, self.shared = session, session.config, shared
         self.is_on = vars(self.config).get(FLAG) is not None
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
@@ -123,7 +127,8 @@ class StoredOutputs:
         if seed in self._files or options is None or options.source is None:
             return self._files.get(seed)
         data, config = self.session.data, self.config
-        net = StoredTeacher(data.num_classes, options.source)
+        absent = [] if self.shared is None else self.shared.absent.tolist()
+        net = StoredTeacher(data.num_classes, options.source, absent)
         form = form_of(options, self.objectives, data.num_classes)
         store = TextStore(net, config.teacher_cache_dir, form, data.num_classes, options.source, self.session.tell)
         texts = read_texts(data.train_in_order(), data.places)
@@ -149,6 +154,8 @@ class StoredOutputs:
         if self.is_on and seed not in self._sources:
             chosen, config = choice_at(self.config, TEACHER), self.config
             options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
+            if self.shared is not None:
+                options["tokens"] = self.shared.numbers.tolist()
             options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
             is_known = has_trained_teacher(self.session)
             self._sources[seed] = _digest_options(chosen.class_path, options) if is_known else None
