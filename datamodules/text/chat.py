@@ -167,9 +167,9 @@ class Chat(TextData):
             expected = f"{left:,} conversations in its tokens, too, not {right:,}: with a larger `data.max_length`"
             raise BadInput(flag, value, f"{expected} than {self.block_size} both have all")
 
-    def check_net(self, net: Any, whose: str) -> None:
+    def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
         """Raise BadInput if the net's tokens are others, or its encoder can't tell where a prompt ends."""
-        super().check_net(net, whose)
+        super().check_net(net, whose, trained)
         texts = self._texts("train")
         if net.prompt_end is None:
             return
