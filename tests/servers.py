@@ -47,7 +47,9 @@ class VLLM:
         choices = []
         for index, prompt in enumerate(request["prompt"]):
             log_p = F.log_softmax(self.net(torch.tensor([prompt[:-1]]))[0], -1)
-            places = [self._place(x, token, request["prompt_logprobs"]) for x, token in zip(log_p, prompt[1:])]
+            places = [
+                self._place(x, token, request["prompt_logprobs"]) for x, token in zip(log_p, prompt[1:], strict=True)
+            ]
             rest = {"text": "a", "logprobs": None, "finish_reason": "length", "stop_reason": None}
             choices.append({"index": index, **rest, "prompt_logprobs": [None, *places]})
         answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": request["model"]}
@@ -57,7 +59,7 @@ class VLLM:
 
     def _place(self, log_p: torch.Tensor, actual: int, k: int) -> dict[str, Any]:
         """The text's token first, then the k likeliest, one of which it may be."""
-        values, tokens = log_p.topk(k)
+        tokens = log_p.topk(k).indices
         ranks = {actual: int((log_p >= log_p[actual]).sum())}
         ranks |= {int(token): place + 1 for place, token in enumerate(tokens)}
         return {
