@@ -34,6 +34,11 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer
 inputs = tokenizer("TEXT", return_tensors="pt", add_special_tokens=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
+USE_LLAMA_CPP = """With llama.cpp, by the script of its repository:
+
+```bash
+python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf
+```"""
 USE_SENTENCE_MODEL = """## Use
 
 ```python
@@ -57,11 +62,14 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(folder: Path, facts: NetFacts, parameters: int) -> str:
-    """Write the card of a language model in a run's folder, as transformers reads it."""
+def language_card(folder: Path, facts: NetFacts, parameters: int, has_known_tokens: bool) -> str:
+    """Write the card of a language model in a run's folder, as transformers reads it.
+
+    `has_known_tokens`: they are of a published tokenizer; llama.cpp refuses others.
+    """
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
     head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
-    return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL])
+    return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL, *[USE_LLAMA_CPP] * has_known_tokens])
 
 
 def sentence_card(folder: Path, facts: NetFacts, parameters: int, ranks: bool) -> str:

@@ -87,5 +87,6 @@ def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_
             from safetensors.torch import save_file
 
             save_file(adapter_state(net.model), temporary / "adapter_model.safetensors")
-    write_text(out / CARD.name, language_card(folder, facts, sum(p.numel() for p in net.parameters())))
+    parameters, is_published = sum(p.numel() for p in net.parameters()), isinstance(vocabulary, Subwords)
+    write_text(out / CARD.name, language_card(folder, facts, parameters, is_published))
     return True
