@@ -27,17 +27,18 @@ class VLLM:
     Args:
         net: gives logits (b, T, V) of tokens (b, T).
         decode: gives the text of tokens (n,).
+        name: of its model.
     """
 
-    def __init__(self, net: nn.Module, decode: Callable[[torch.Tensor], str]) -> None:
-        self.net, self.decode, self.url = net.eval(), decode, ""
+    def __init__(self, net: nn.Module, decode: Callable[[torch.Tensor], str], name: str) -> None:
+        self.net, self.decode, self.name, self.url = net.eval(), decode, name, ""
         self.asked: list[list[list[int]]] = []
         self.keys: list[str | None] = []
         self.faults: list[Fault] = []
         self.change: Callable[[dict[str, Any]], object] = lambda answer: None
 
     def models(self) -> dict[str, Any]:
-        listed = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": MODEL, "max_model_len": 64}
+        listed = {"id": self.name, "object": "model", "owned_by": "vllm", "root": self.name, "max_model_len": 64}
         return {"object": "list", "data": [listed]}
 
     @torch.no_grad()
@@ -71,9 +72,9 @@ class VLLM:
 
 
 @contextmanager
-def serve(net: nn.Module, decode: Callable[[torch.Tensor], str]) -> Iterator[VLLM]:
+def serve(net: nn.Module, decode: Callable[[torch.Tensor], str], name: str = MODEL) -> Iterator[VLLM]:
     """Inside, it answers on a free port."""
-    ours = VLLM(net, decode)
+    ours = VLLM(net, decode, name)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

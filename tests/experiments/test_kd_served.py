@@ -1,7 +1,9 @@
 """`--teacher Served`: students learn from a server's log-probabilities as from the stored ones of the same net."""
 
 import re
+import shlex
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,21 @@ import pytest
 import torch
 
 from datamodules import Vocabulary
+from datamodules.text.vocabulary import Subwords
 from experiments import kd
 from harness.runs.nets import load_net
-from lit_modules.nets import served
+from lit_modules.nets import HuggingFaceLM, served
 from lit_modules.training.tensor_folder import TensorFolder
+from tests import with_transformers
+from tests.chats import rows, write_lines
 from tests.commands import kill_at, nets, results, start
 from tests.experiments.test_kd_stored import STORED, STUDENT, TEACHER
 from tests.language import written
+from tests.language_parts import VOCABULARY, save_llama
 from tests.servers import MODEL, VLLM, serve
 from tests.training import assert_same
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -108,12 +116,38 @@ def test_a_busy_server_is_asked_again_and_a_killed_run_goes_on(server: VLLM, tra
     assert_same(nets(tmp_path / "cut", "seed0/[kr]*"), nets(tmp_path / "whole", "seed0/[kr]*"), atol=0)
 
 
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize("page", ["stored-teacher.md", "how-do-i.md"])
+@with_transformers.in_fork
+def test_the_command_of_a_page(page: str, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    text = (DOCS / page).read_text().replace("\\\n", " ")
+    (line,) = (line for line in text.splitlines() if "--teacher Served" in line and line.startswith("python"))
+    save_llama(folder / "model", vocab_size=VOCABULARY, max_position_embeddings=128)
+    path = write_lines(folder / "chat.jsonl", rows(30))
+    tokens = Subwords(str(folder / "model"))
+    net = HuggingFaceLM(str(folder / "model"), VOCABULARY, 128, pretrained=True)
+    names = {"MODEL": str(folder / "model"), "kept": str(folder / "kept")}
+    with serve(net, tokens.decode, names["MODEL"]) as server:
+        names["http://HOST:8000/v1"] = server.url
+        _, script, *words = shlex.split(line)
+        more = ["--data.path", str(path), "--data.max_length", "128", "--trainer.max_epochs", "1", "--seeds", "1"]
+        more += ["--student.num_layers", "1", "--student.embed_dim", "8", "--out", str(folder / "run")]
+        assert script == "experiments/kd.py"
+        kd.main([*(names.get(word, word) for word in words), *more])
+    assert results(folder / "run")["students"]["kd"]["test_loss"][0] > 0
+    # What is sent ends with a response's end; a prompt's tokens are sent, and not stored.
+    sent = sum(len(text) - 1 for texts in server.asked for text in texts)
+    assert {text[-1] for texts in server.asked for text in texts} == {2}
+    assert 0 < sum(len(x["log_p"]) for x in stored(folder / "kept").values()) < sent
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "no store": (["--teacher_top_k", "null"], "--teacher Served: expected --teacher_top_k N beside it"),
     "all": (["--teacher_top_k", "all"], "a number of tokens below the vocabulary's"),
     "sample": (["--teacher_tail", "sample", "--only", "kd"], "bucket or renormalize beside --teacher Served"),
     "hot": (["--variants.kd.temperature", "2"], "--variants.kd.temperature 2.0: expected 1, or --teacher_tail renorm"),
-    "address": (["--teacher.url", "localhost:8000"], "--teacher.url localhost:8000: expected an address of an API"),
+    "address": (["--teacher.url", "gpu:8000"], "--teacher.url gpu:8000: expected an address of an API"),
     "key": (["--teacher.url", "http://me:secret@localhost/v1"], "the environment variable VLLM_API_KEY for a key"),
     "model": (["--teacher.model", "other"], f"--teacher.model other: expected a model of .*: {MODEL}"),
     "weights": (["--student", "Pruned", "--student.layers", "1"], "a teacher with weights for a student made of these"),
