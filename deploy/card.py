@@ -37,7 +37,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 USE_LLAMA_CPP = """With llama.cpp, by the script of its repository:
 
 ```bash
-python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf
+python llama.cpp/convert_hf_to_gguf.py FOLDER
 ```"""
 USE_SENTENCE_MODEL = """## Use
 

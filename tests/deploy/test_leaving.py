@@ -116,8 +116,7 @@ def test_a_gguf_file_has_the_students_logits_and_tokens(folder: Path) -> None:
     hf = write(net, vocabulary, folder)
     (words,) = documented("convert_hf_to_gguf.py")
     assert shlex.join(words).replace("RUN/seed0/kd/hf", "FOLDER") in (hf / "README.md").read_text()
-    names = {"RUN/seed0/kd/hf": str(hf), "model.gguf": str(folder / "model.gguf")}
-    sys.argv = [*(names.get(word, word) for word in words[1:]), "--outtype", "f32"]
+    sys.argv = [words[1], str(hf), "--outtype", "f32", "--outfile", str(folder / "model.gguf")]
     convert_hf_to_gguf.main()
     options: dict[str, Any] = {"gguf_file": "model.gguf"}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
