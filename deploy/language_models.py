@@ -88,6 +88,6 @@ def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_
             from safetensors.torch import save_file
 
             save_file(adapter_state(net.model), temporary / "adapter_model.safetensors")
-    parameters, has_encoder = sum(p.numel() for p in net.parameters()), isinstance(net, HuggingFaceSeq2Seq)
-    write_text(out / CARD.name, language_card(folder, facts, parameters, has_encoder))
+    kinds = {"has_encoder": isinstance(net, HuggingFaceSeq2Seq), "has_known_tokens": isinstance(vocabulary, Subwords)}
+    write_text(out / CARD.name, language_card(folder, facts, sum(p.numel() for p in net.parameters()), **kinds))
     return True

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lit_modules.nets.pruned import Pruned
     from lit_modules.nets.resnet import ResNet
     from lit_modules.nets.rnn import RNNClassifier
+    from lit_modules.nets.served import Served
     from lit_modules.nets.shufflenet import ShuffleNetV1, ShuffleNetV2
     from lit_modules.nets.timm import Timm
     from lit_modules.nets.torchvision import Torchvision
@@ -98,6 +99,7 @@ MODULES = {
     "ResNet": "resnet",
     "RNNClassifier": "rnn",
     "FastText": "fast_text",
+    "Served": "served",
     "ShuffleNetV1": "shufflenet",
     "ShuffleNetV2": "shufflenet",
     "Timm": "timm",

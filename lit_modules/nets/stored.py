@@ -1,6 +1,7 @@
 """Stand-ins for a teacher: for one whose outputs are all in files, and for none."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,13 @@ from lit_modules.nets.outputs import Outputs
 
 
 class TeacherWithoutWeights(Net):
-    """A teacher without weights, which can't be asked."""
+    """A teacher without weights, which can't be asked.
 
+    Attributes:
+        parts: of the data, by name, that it has outputs of to be scored.
+    """
+
+    parts: Mapping[str, Tensor] = MappingProxyType({})
     is_trained = True
     is_comparable = False
 

@@ -92,7 +92,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """Name and flags of each command that begins with `python`, in the order in which one reads them.
 
     Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, CIFAR-10 is downloaded in
-    tests/datamodules/test_torchvision_data.py, and a MiniLM teaches in tests/experiments/test_text_embedding.py.
+    tests/datamodules/test_torchvision_data.py, a server answers in tests/experiments/test_kd_served.py, and a MiniLM
+    teaches in tests/experiments/test_text_embedding.py.
     """
     texts: list[str] = []
     for page in (page for page in pages() if page.name not in FOLLOWED):
@@ -103,7 +104,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("[a-z]*.py"))]
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
         found = re.match(r" *(?:OMP_NUM_THREADS=1 )?python experiments/(\w+)\.py(.*)", line)
-        if found and not re.search("CIFAR10|MINILM", line):
+        if found and not re.search("CIFAR10|MINILM|Served", line):
             yield found[1], shlex.split(found[2], comments=True)
 
 

@@ -16,9 +16,10 @@ from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, TEACHERS
-from harness.studies.choices import is_from_teacher
+from harness.studies.choices import is_from_teacher, make_net
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
 from harness.studies.text.answers import judging_settings
+from lit_modules.nets.served import Served
 from lit_modules.nets.shared_tokens import SharedTokens
 from lit_modules.nets.specs import path_of
 from lit_modules.nets.stored import StoredTeacher
@@ -39,6 +40,8 @@ class StoredOutputs:
     def __init__(self, session: Session, arms: Iterable[Arm], shared: SharedTokens | None = None) -> None:
         self.session, self.config, self.shared = session, session.config, shared
         self.is_on = vars(self.config).get(FLAG) is not None
+        teachers = [choice_at(self.config, TEACHER), *vars(self.config).get(TEACHERS, {}).values()]
+        self.is_served = any(issubclass(choice.target, Served) for choice in teachers)
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
         writes = any(of_texts(objective).teacher_writes for objective in self.objectives.values())
@@ -49,8 +52,10 @@ class StoredOutputs:
         self._digest = ""
 
     def check(self) -> None:
-        """Raise BadInput for settings with which outputs can't be stored."""
+        """Raise BadInput for settings with which outputs can't be stored, or a server that can't be asked."""
         if not self.is_on:
+            if self.is_served:
+                raise BadInput("teacher", "Served", f"`{FLAG} N` beside it: so many of its tokens are stored")
             return
         config, data = self.config, self.session.data
         if not cast("TextData", data).train_texts_repeat:
@@ -62,6 +67,12 @@ class StoredOutputs:
             raise BadInput(
                 FLAG, config.teacher_top_k, f"not allowed with `{TEACHERS}`: the outputs of one teacher are stored"
             )
+        if self.is_served:
+            if self.needs_weights:
+                expected = "a teacher with weights for a student made of these, or one that learns what it writes"
+                raise BadInput("teacher", "Served", expected)
+            if self._file(config.seeds[0]) is None:
+                cast("Served", make_net(config, TEACHER, 0, data.net_arguments)).check()
 
     def options(self, seed: int) -> Stored | None:
         """Return what is to be stored of a seed's teacher."""
@@ -69,7 +80,7 @@ class StoredOutputs:
             return None
         temperatures = {t for objective in self.objectives.values() for t in of_texts(objective).temperatures}
         tail: Tail = self.config.teacher_tail or "bucket"
-        return Stored(self.config.teacher_top_k, tail, self.source(seed), tuple(sorted(temperatures)))
+        return Stored(self.config.teacher_top_k, tail, self.source(seed), tuple(sorted(temperatures)), self.is_served)
 
     def net(self, seed: int) -> StoredTeacher | None:
         """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
@@ -157,6 +168,8 @@ class StoredOutputs:
             if self.shared is not None:
                 options["tokens"] = self.shared.numbers.tolist()
             options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
+            if self.is_served:
+                del options["url"]  # another server may have the same model
             is_known = has_trained_teacher(self.session)
             self._sources[seed] = _digest_options(chosen.class_path, options) if is_known else None
         return self._sources.get(seed)
@@ -164,7 +177,7 @@ class StoredOutputs:
 
 def is_stand_in(folder: Path) -> bool:
     """Return whether a folder's net is one without weights; BadInput if there is none."""
-    return bool(read_spec(folder, "out")["class_path"] == path_of(StoredTeacher))
+    return read_spec(folder, "out")["class_path"] in {path_of(StoredTeacher), path_of(Served)}
 
 
 def _digest_options(class_path: str, options: Mapping[str, Any]) -> str | None:
