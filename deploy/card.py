@@ -62,9 +62,7 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(
-    folder: Path, facts: NetFacts, parameters: int, *, has_encoder: bool, has_known_tokens: bool
-) -> str:
+def language_card(folder: Path, facts: NetFacts, parameters: int, *, has_encoder: bool, has_known_tokens: bool) -> str:
     """Write the card of a language model in a run's folder, as transformers reads it.
 
     Whether it `has_encoder`, and has the tokens of a published tokenizer; llama.cpp refuses others.
