@@ -258,3 +258,4 @@ def test_the_page_of_minilm_runs_as_printed(tmp_path: Path) -> None:
     shorter = ["--data.validation_size", "4", "--data.test_size", "20", "--data.batch_size", "8", "--seeds", "1"]
     kd.main([*shlex.split(command)[2:], *shorter, "--out", "run"])
     assert {"three-cosine", "two-untrained"} <= {*results(Path("run"))["students"]}
+    assert "Δ to untrained, points" in Path("run", "results.md").read_text()
