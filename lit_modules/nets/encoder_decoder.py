@@ -116,8 +116,8 @@ class _ReadingBlock(Block):
         o = options
         self.cross_norm = make_norm(o)
         self.cross = CrossAttention(
-            o.embed_dim, o.num_heads, bias=o.bias, backend=o.backend, num_kv_heads=o.num_kv_heads, qk_norm=bool(o.qk_norm),
-            head_dim=o.head_dim,
+            o.embed_dim, o.num_heads, bias=o.bias, backend=o.backend, num_kv_heads=o.num_kv_heads,
+            qk_norm=bool(o.qk_norm), head_dim=o.head_dim,
         )  # fmt: skip
         self.cross_dropout = Dropout(o.dropout, layer + 2)
 
