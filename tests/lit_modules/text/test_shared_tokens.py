@@ -65,8 +65,9 @@ def test_shared_tokens_are_compared(kind: str, chunk: int, folder: Path) -> None
     expected = [loss(i, student.net) for i, student in enumerate(made.students.values())]
     for i, x in enumerate(expected):
         torch.testing.assert_close(values[f"{i}/loss"].mean(), x, rtol=1e-9, atol=1e-12)
-    weights = [student.net.model.get_input_embeddings().weight for student in made.students.values()]
-    pairs = zip(*(torch.autograd.grad(x, weights) for x in (total, sum(expected))), strict=True)
+    nets: list[Any] = [student.net for student in made.students.values()]
+    weights = [student.model.get_input_embeddings().weight for student in nets]
+    pairs = zip(*(torch.autograd.grad(x, weights) for x in (total, torch.stack(expected).sum())), strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
 
