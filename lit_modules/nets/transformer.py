@@ -23,7 +23,7 @@ class Block(nn.Module):
     2017), or before and after each (`sandwich`: x + norm(f(norm(x))), Gemma 2).
 
     Args:
-        attention: the mixer, of tokens of width D: `SelfAttention` or another with its `forward`.
+        attention: the mixer, of tokens of width D: `SelfAttention` or another `TokenMixer`.
         mlp_ratio: the default MLP's hidden width divided by D, at least 1.
         dropout: probability of a zero in the residual branches; keyed.
         bias: whether the default MLP and norms have a bias.
@@ -51,7 +51,7 @@ class Block(nn.Module):
         if norm_place not in {"pre", "post", "sandwich"}:
             raise BadInput("norm_place", norm_place, "pre, post or sandwich")
         check_eps(norm_eps=norm_eps)
-        width: Any = attention.embed_dim
+        width: Any = getattr(attention, "embed_dim", None)  # of the defaults, if they are needed
         make_norm = make_norm or (lambda: nn.LayerNorm(width, norm_eps, bias=bias))
         self.norm_place = norm_place
         self.norm1 = make_norm()
@@ -66,16 +66,22 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, D) of tokens (B, T, D), which follow any cached ones; a mask is that of the mixer."""
         if self.norm_place == "post":
-            x = self.norm1(x + self.dropout1(self.attention(x, cache, mask)))
+            x = self.norm1(x + self.dropout1(self._mix(x, cache, mask)))
             last: Tensor = self.norm2(x + self.dropout2(self.mlp(x)))
             return last
-        mixed, after = self.attention(self.norm1(x), cache, mask), self.norm_place == "sandwich"
+        mixed, after = self._mix(self.norm1(x), cache, mask), self.norm_place == "sandwich"
         x = x + self.dropout1(self.norm1_after(mixed) if after else mixed)
         change: Tensor = self.mlp(self.norm2(x))
         if after:
             change = self.norm2_after(change)
         dropped: Tensor = self.dropout2(change)
         return x + dropped
+
+    def _mix(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
+        """Call the mixer, a simple one of which takes neither cache nor mask."""
+        beside = {name: value for name, value in (("cache", cache), ("mask", mask)) if value is not None}
+        mixed: Tensor = self.attention(x, **beside)
+        return mixed
 
     def parallel_layers(self) -> dict[str, ParallelStyle]:
         """How ranks share the block, by the paths of layers: each computes some heads and some of the MLP's units."""
