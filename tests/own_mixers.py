@@ -10,6 +10,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "own-mixer.md"
 EXAMPLE, IN_PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def mixers_of(net: Any) -> list[Any]:
+    """Those of a GPT's blocks."""
+    return [block.attention for block in net.blocks]
+
+
 def example_mixer() -> Any:
     """The page's class."""
     module = ModuleType("page_mixer")

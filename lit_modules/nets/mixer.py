@@ -154,7 +154,7 @@ class Mixer(FromTeacher):
             raise BadInput("teacher.nope_every", settings["nope_every"], expected)
         defaults = GPT.defaults()
         if not layers:  # what only softmax attention has
-            taken = TAKEN.get(self.mixer, ())
+            taken = TAKEN.get(self.mixer, ()) if isinstance(self.mixer, str) else ()
             settings |= {name: defaults[name] for name in SOFTMAX if name not in taken}
             if self.mixer != "windowed" and settings["position"] in {"rotary", "alibi"}:
                 settings |= {"position": None, **{name: defaults[name] for name in ROTARY}}

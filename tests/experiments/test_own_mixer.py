@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests import with_transformers
 from tests.commands import Refusal, nets, results
 from tests.experiments.test_mixer_students import check_processes_and_a_resume
 from tests.language_parts import save_llama
-from tests.own_mixers import EXAMPLE, WRONG
+from tests.own_mixers import EXAMPLE, WRONG, mixers_of
 from tests.training import assert_same
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
@@ -51,7 +52,7 @@ def test_it_trains_writes_beyond_its_block_and_is_loaded(capsys: pytest.CaptureF
     capsys.readouterr()
     gpt.main(["--run", "run", "--sample", "the ", "--sample_tokens", "40"])
     assert len(capsys.readouterr().out) == 4 + 40 + 1
-    loaded = load_net(Path("run/seed0/gpt"))
+    loaded: Any = load_net(Path("run/seed0/gpt"))
     longer = GPT(**{**loaded.init_args, "block_size": 50, "mixer": sys.modules["mymixer"].Mean})
     longer.load_state_dict(loaded.state_dict())
     prompts = torch.tensor([[1, 2, 3]])
@@ -76,7 +77,7 @@ def test_it_is_compared_with_attention() -> None:
     assert rows["mean"]["cache_bytes_16"] == 2 * 8 * 4 / 16
     assert rows["made"]["test_loss"] == rows["mean"]["test_loss"] != rows["softmax"]["test_loss"]
     assert all(row[f"decode_ms_16_{torch.get_num_threads()}"] > 0 for row in rows.values())
-    assert load_net(Path("run/seed0/made")).blocks[0].attention.out.in_features == 8
+    assert mixers_of(load_net(Path("run/seed0/made")))[0].out.in_features == 8
 
 
 def test_it_is_a_student_and_leaves(folder: Path) -> None:
@@ -93,7 +94,7 @@ def test_it_replaces_a_teachers_attention(folder: Path) -> None:
     flags = [*KD, *TEACHER, *mixer, "--variants.align", "Linearize", "--only", "kd", "align"]
     check_processes_and_a_resume(folder, flags, "align", "student.mixer.yaml")
     (softmax,) = yaml.safe_load((folder / "one/seed0/student.mixer.yaml").read_text())["softmax_layers"]
-    kinds = [type(block.attention).__name__ for block in load_net(folder / "one/seed0/align").blocks]
+    kinds = [type(mixer).__name__ for mixer in mixers_of(load_net(folder / "one/seed0/align"))]
     assert kinds == ["SelfAttention" if number == softmax else "Mean" for number in range(3)]
 
 
@@ -158,7 +159,7 @@ class Mine(GPT):
 def test_a_gpt_whose_mixers_are_replaced_trains_unless_they_look_ahead(folder: Path, refusal: Refusal) -> None:
     (folder / "mynet.py").write_text(NET.format(mixer="Plain"))
     gpt.main([*DATA, *STEPS, "--net", "mynet.Mine", "--out", "run"])
-    assert type(load_net(folder / "run/seed0/gpt").blocks[1].attention).__name__ == "Plain"
+    assert type(mixers_of(load_net(folder / "run/seed0/gpt"))[1]).__name__ == "Plain"
     (folder / "ahead.py").write_text(NET.format(mixer="Ahead").replace("Plain", "Ahead"))
     line = refusal(gpt.main, *DATA, *STEPS, "--net", "ahead.Mine", "--out", "other")
     assert line == "--net Mine: expected a language model: what it gives for a token depends on no later ones"

@@ -16,7 +16,7 @@ from lit_modules.nets.layers import check_keeps_apart
 from lit_modules.nets.specs import rebuild
 from lit_modules.objectives import Linearize
 from tests.commands import bad_input
-from tests.own_mixers import EXAMPLE, IN_PYTHON, example_mixer
+from tests.own_mixers import EXAMPLE, IN_PYTHON, example_mixer, mixers_of
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
 
@@ -100,10 +100,10 @@ def test_a_mixer_is_given_what_it_names() -> None:
         made.append({"embed_dim": embed_dim, "layer": layer, "width": width})
         return Lag(embed_dim, width)
 
-    assert [block.attention.width for block in gpt(make, softmax_layers=[0], num_layers=3).blocks[1:]] == [3, 3]
+    assert [x.width for x in mixers_of(gpt(make, softmax_layers=[0], num_layers=3))[1:]] == [3, 3]
     assert made == [{"embed_dim": 8, "layer": (1 << 16) + number, "width": 3} for number in (1, 2)]
     bound = gpt(functools.partial(Lag, width=5))
-    assert bound.blocks[1].attention.width == 5
+    assert mixers_of(bound)[1].width == 5
     again = GPT(**rebuild(bound.init_args))
     again.load_state_dict(bound.state_dict())
     assert torch.equal(again(TOKENS), bound(TOKENS))
@@ -119,9 +119,8 @@ def test_forward_alone_is_enough() -> None:
     line = bad_input(check_decoding, net, "variants.mine", is_timed=True)
     assert line.startswith("variants.mine GPT: expected a net whose mixers all have new_cache()")
     pruned = Pruned(layers=[1])
-    assert torch.equal(
-        pruned.make(net, pruned.first(net)).blocks[0].attention.qkv.weight, net.blocks[1].attention.qkv.weight
-    )
+    kept, second = mixers_of(pruned.make(net, pruned.first(net)))[0], mixers_of(net)[1]
+    assert torch.equal(kept.qkv.weight, second.qkv.weight)
 
 
 def test_a_cache_is_timed_with_the_mixer() -> None:
@@ -160,7 +159,7 @@ def test_what_fails_or_looks_ahead_later_is_refused_before_training() -> None:
     assert "unexpected keyword argument 'cache'" in line
     net = gpt(Lag)
     net.blocks[0].attention = nn.Sequential(Lag(8, 2, ahead=1), nn.Linear(8, 8))  # in the place of the checked one
-    nn.init.normal_(net.blocks[0].attention[0].out.weight)
+    nn.init.normal_(mixers_of(net)[0][0].out.weight)
     assert bad_input(check_decoding, net, "net") == (
         "net GPT: expected a language model: what it gives for a token depends on no later ones"
     )
@@ -177,11 +176,11 @@ def test_it_takes_the_place_of_a_teachers_attention(kv_heads: int | None) -> Non
         for key in theirs.keys() & ours.keys():
             is_replaced = "attention" in key and ours[key].shape != theirs[key].shape
             assert is_replaced or torch.equal(ours[key], theirs[key])
-        numbers = [n for n, block in enumerate(net.blocks) if type(block.attention).__name__ == mixer.__name__]
+        numbers = [n for n, part in enumerate(mixers_of(net)) if type(part).__name__ == mixer.__name__]
         assert len(numbers) == 2
         for number in numbers:
-            part = net.blocks[number].attention.get_submodule(*copied)
-            expected = teacher.blocks[number].attention.get_submodule(*copied).weight
+            part = mixers_of(net)[number].get_submodule(*copied)
+            expected = mixers_of(teacher)[number].get_submodule(*copied).weight
             assert torch.equal(part.weight[:8], expected[:8])
         assert net.init_args["position"] == "rotary"  # of the block that stays
         method = Linearize()
