@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.runs.nets import load_net
 from lit_modules.nets import GPT
 from tests import with_transformers
 from tests.commands import Refusal, nets, results
+from tests.experiments.test_documented import commands, shortened
 from tests.experiments.test_mixer_students import check_processes_and_a_resume
 from tests.language_parts import save_llama
 from tests.own_mixers import EXAMPLE, WRONG, mixers_of
@@ -60,6 +62,16 @@ def test_it_trains_writes_beyond_its_block_and_is_loaded(capsys: pytest.CaptureF
     before = nets(Path("run"))
     gpt.main(["--out", "run", "--resume", "true"])
     assert_same(nets(Path("run")), before)
+
+
+COMMANDS = [(name, flags) for name, flags in commands() if any(flag.startswith("mymixer.") for flag in flags)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), COMMANDS)
+def test_the_pages_commands_run(name: str, flags: list[str]) -> None:
+    assert len(COMMANDS) == 4
+    import_module(f"experiments.{name}").main([*shortened(name, flags), "--out", "run"])
 
 
 def test_processes_change_no_bit() -> None:
