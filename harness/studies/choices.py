@@ -102,7 +102,8 @@ def net_spec(session: Session, key: str) -> Spec:
     values = cli.arguments(choice, key, **arguments)
     if issubclass(choice.target, Recorded):
         values = choice.target.rebuild_arguments(values)
-    chosen = spec(choice.class_path, values)
+    with cli.refusals(choice, key):
+        chosen = spec(choice.class_path, values)
     holder = "" if is_in_file(session.config, key) else task_class(session.data.task).net
     return spec(holder, {"net": chosen, "input_shape": session.data.input_shape}) if holder else chosen
 

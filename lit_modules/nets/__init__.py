@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lit_modules.nets.attention.latent import LatentAttention
     from lit_modules.nets.attention.linear import LinearAttention
     from lit_modules.nets.attention.masks import mask_texts
+    from lit_modules.nets.attention.mixer_cache import MixerCache
     from lit_modules.nets.attention.positions import Alibi, Rotary
     from lit_modules.nets.attention.softmax import SelfAttention
     from lit_modules.nets.base import Net, cast_inputs, check_fits, check_same_start, pipeline_stages, unwrap_logits
@@ -57,6 +58,7 @@ MODULES = {
     "GatedLinearAttention": "attention.gated",
     "LatentAttention": "attention.latent",
     "LinearAttention": "attention.linear",
+    "MixerCache": "attention.mixer_cache",
     "Rotary": "attention.positions",
     "SelfAttention": "attention.softmax",
     "any_kernel": "attention.form",

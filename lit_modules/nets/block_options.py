@@ -16,7 +16,7 @@ from lit_modules.nets.norms import TokenNorm
 from lit_modules.nets.transformer import NormPlace
 
 MixerName = Literal["softmax", "latent", "differential", "linear", "gated", "delta", "windowed"]
-MakeMixer = type[nn.Module] | Callable[[int, int], nn.Module]  # from embed_dim and num_heads
+MakeMixer = type[nn.Module] | Callable[..., nn.Module]  # by embed_dim, num_heads or layer
 TokenPosition = Literal["learned", "rotary", "alibi"]
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -52,8 +52,7 @@ class BlockOptions:
         backend: the attention kernel, see `SelfAttention`.
         mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
             gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a
-            window (64) and linear beyond it (LoLCATs). Or your own `TokenMixer`: a class, or a function, that makes
-            one from `embed_dim` and `num_heads`.
+            window (64) and linear beyond it (LoLCATs). Or a class or function of your own that makes a `TokenMixer`.
         softmax_every: beside another mixer, every n-th block has softmax attention; null for none.
         softmax_layers: beside another mixer, the blocks that have softmax attention; the first is 0.
         conv: width of the short convolution of linear, gated and delta, 0 for none; null: 4 of delta, 0 of the others.
@@ -150,7 +149,7 @@ class BlockOptions:
     @property
     def mixer_name(self) -> str:
         """The name of the mixer, or of the class or function that makes it."""
-        return self.mixer if isinstance(self.mixer, str) else getattr(self.mixer, "__name__", type(self.mixer).__name__)
+        return name_of(self.mixer)
 
     @property
     def is_hybrid(self) -> bool:
@@ -166,9 +165,10 @@ class BlockOptions:
         if self.position not in {*get_args(TokenPosition), None}:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
         if self.mixer not in get_args(MixerName) and not callable(self.mixer):
-            raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(MixerName))}")
+            expected = f"one of {', '.join(get_args(MixerName))}, or a class or function of your own"
+            raise BadInput("mixer", self.mixer, expected)
         if not self.causal and self.mixer not in UNORDERED:
-            raise BadInput("mixer", self.mixer, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
+            raise BadInput("mixer", self.mixer_name, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
@@ -214,6 +214,12 @@ class BlockOptions:
         for name in names:
             if getattr(self, name) != getattr(type(self), name):
                 raise BadInput(name, getattr(self, name), expected)
+
+
+def name_of(mixer: object) -> str:
+    """Return the name of a mixer, or of the class or function that makes it."""
+    made_by = getattr(mixer, "func", mixer)  # of a functools.partial
+    return mixer if isinstance(mixer, str) else getattr(made_by, "__name__", type(mixer).__name__)
 
 
 def takes_block_options(without: Collection[str] = ()) -> Callable[[Init], Init]:

@@ -122,7 +122,7 @@ class _ReadingBlock(Block):
         self.cross_dropout = Dropout(o.dropout, layer + 2)
 
     def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None, memory: Any = None) -> Tensor:
-        x = x + self.dropout1(self.attention(self.norm1(x), cache, mask))
+        x = x + self.dropout1(self._mix(self.norm1(x), cache, mask))
         x = x + self.cross_dropout(self.cross(self.cross_norm(x), memory))
         changed: Tensor = self.dropout2(self.mlp(self.norm2(x)))
         return x + changed

@@ -13,6 +13,7 @@ from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.hugging_face_reranker import HuggingFaceReranker
 from lit_modules.nets.hugging_face_text import HuggingFaceText
+from lit_modules.nets.specs import rebuild
 
 # Layers of a block of Llama's kind, by what is cut: rows of weight and bias, or columns of the weight.
 HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_attn.v_proj": "groups"}
@@ -151,7 +152,7 @@ def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> Net:
         softmax = [place for place, block in enumerate(kept.blocks) if block in (arguments["softmax_layers"] or ())]
         changed = {"num_layers": len(kept.blocks), "softmax_layers": softmax or None}
         try:
-            return GPT(**{**arguments, **changed})
+            return GPT(**rebuild({**arguments, **changed}))
         except BadInput as fault:
             expected = f"others: with these alone {fault.argument} {fault.value} is refused, {fault.expected}"
             raise BadInput("layers", kept.blocks, expected) from None

@@ -37,7 +37,7 @@ class Block(nn.Module):
     OLMo 2).
 
     Args:
-        attention: the mixer, of tokens of width D: `SelfAttention` or another with its `forward`.
+        attention: the mixer, of tokens of width D: `SelfAttention` or another `TokenMixer`.
         mlp_ratio: the default MLP's hidden width divided by D, at least 1.
         dropout: probability of a zero in the residual branches; keyed.
         bias: whether the default MLP and norms have a bias.
@@ -69,7 +69,7 @@ class Block(nn.Module):
         if layer_scale is not None and not 0 < layer_scale < math.inf:
             raise BadInput("layer_scale", layer_scale, "a number above 0, or null")
         check_eps(norm_eps=norm_eps)
-        width: Any = attention.embed_dim
+        width: Any = getattr(attention, "embed_dim", None)  # of the defaults, if they are needed
         make_norm = make_norm or (lambda: nn.LayerNorm(width, norm_eps, bias=bias))
         self.norm_place = norm_place
         self.norm1 = make_norm()
@@ -86,7 +86,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, D) of tokens (B, T, D), which follow any cached ones; a mask is that of the mixer."""
         is_normed = self.norm_place in {"pre", "sandwich"}
-        mixed = self.attention(self.norm1(x) if is_normed else x, cache, mask)
+        mixed = self._mix(self.norm1(x) if is_normed else x, cache, mask)
         x = self._add(x, mixed, self.norm1, self.norm1_after, self.layer_scale1, self.dropout1)
         change = self.mlp(self.norm2(x) if is_normed else x)
         return self._add(x, change, self.norm2, self.norm2_after, self.layer_scale2, self.dropout2)
@@ -100,6 +100,12 @@ class Block(nn.Module):
         change = change if after is None else after(change)
         x = x + dropout(change if scale is None else scale(change))
         return norm(x) if self.norm_place == "post" else x
+
+    def _mix(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
+        """Call the mixer, a simple one of which takes neither cache nor mask."""
+        beside = {name: value for name, value in (("cache", cache), ("mask", mask)) if value is not None}
+        mixed: Tensor = self.attention(x, **beside)
+        return mixed
 
     def parallel_layers(self) -> dict[str, ParallelStyle]:
         """How ranks share the block, by the paths of layers: each computes some heads and some of the MLP's units."""

@@ -16,7 +16,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.contract import ModuleLayout
 from apprentice.errors import BadInput
-from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, row_keys
+from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, longest_text, row_keys
 from lit_modules.nets.outputs import Outputs
 from lit_modules.objectives.text_objective import TextObjective, of_texts
 from lit_modules.tasks.base import BatchSize
@@ -199,7 +199,7 @@ class OnPolicyTexts(Extra["Distillation"]):
     def generate_batch(self, loop: "Distillation", name: str, batch: Batch, prompts: Tensor) -> Generated:
         if (objective := self.objectives[name]).teacher_writes:
             texts = self._generations_of(objective).take(batch)
-            return cut_texts(texts, prompts, getattr(self.students[name].net, "block_size", None))
+            return cut_texts(texts, prompts, longest_text(self.students[name].net))
         return self._generate(name, batch, prompts, row_keys(batch.index, self.seed, *step_keys(loop)))
 
     def _generate(self, name: str, batch: Batch, prompts: Tensor, keys: Tensor) -> Generated:
@@ -213,7 +213,7 @@ class OnPolicyTexts(Extra["Distillation"]):
             return texts
         if (shared := getattr(self.teacher, "shared_tokens", None)) is not None:
             texts = cut_before(texts, shared.absent)  # which the teacher can't read
-        return cut_texts(texts, prompts, getattr(self.teacher, "block_size", None))
+        return cut_texts(texts, prompts, longest_text(self.teacher))
 
     def generated_batches(self, loop: "Distillation", batch: Batch) -> BatchesByStudent:
         """Return the texts that students have written for these rows, with the denominator of the global batch."""

@@ -123,6 +123,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
     names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["runs/t4/seed0/kd", "runs/photos/seed0/kd"], "done/kd/seed0/kd")
+    names |= {"runs/mean": "done/gpt"}  # of docs/own-mixer.md, whose other commands test_own_mixer.py runs
     names |= {"first/split.csv": "split.csv", "runs/heads/seed0/one": "done/gpt/seed0/gpt"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= {"runs/embeddings/seed{seed}/rkd": "done/kd/seed0/kd"}

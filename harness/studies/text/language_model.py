@@ -15,7 +15,7 @@ from harness.reports.results import load_results
 from harness.runs.nets import load_net
 from harness.studies.text.vocabularies import read_vocabulary
 from lit_modules.nets.attention.form import any_kernel
-from lit_modules.nets.generation import Sampling, generate, row_keys
+from lit_modules.nets.generation import Sampling, generate, longest_text, row_keys
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 
@@ -24,27 +24,28 @@ NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
 def write_samples(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Continue the prompt by the net in a folder, to texts as long as its block."""
+    """Continue the prompt by the net in a folder."""
     net: Any = load_net(folder)
-    return _continue(net, read_vocabulary(folder), net.init_args["block_size"], config, prompt)
+    return _continue(net, read_vocabulary(folder), config, prompt, net.init_args["block_size"])
 
 
 def _continue(
-    net: Any, vocabulary: Vocabulary | Subwords, block_size: int | None, config: Namespace, prompt: str | None = None,
-    new: int = sys.maxsize,
-) -> list[str]:  # fmt: skip
-    """Continue a prompt, by default `sample`, by `new` tokens at most, to a text of `block_size` at most."""
-    prompt = config.sample if prompt is None else prompt
-    tokens = vocabulary.encode(prompt, "sample")
-    most = min(len(tokens) + new, sys.maxsize if block_size is None else block_size)
-    if not 1 <= len(tokens) <= most:
-        raise BadInput("sample", repr(prompt), f"1 to {most} tokens, the net's block size; not {len(tokens)}")
+    net: Any, vocabulary: Vocabulary | Subwords, config: Namespace, prompt: str, block_size: int | None = None
+) -> list[str]:
+    """Continue a prompt by `sample_tokens`, by default to a text of `block_size` or, without one, by WRITTEN."""
+    tokens, longest, new = vocabulary.encode(prompt, "sample"), longest_text(net), config.sample_tokens
+    if new is None and block_size is not None:
+        new, longest = max(block_size - len(tokens), 0), longest and block_size
+    longest = longest or sys.maxsize
+    if not 1 <= len(tokens) <= longest:
+        raise BadInput("sample", repr(prompt), f"1 to {longest} tokens, the net's block size; not {len(tokens)}")
+    new = min(WRITTEN if new is None else new, longest - len(tokens))
     with any_kernel(net):  # on the CPU, wherever the net was trained
         if isinstance(net, GPT):
             drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
-            texts = [*net.generate(tokens.expand(config.samples, -1), **drawing)]
+            texts = [*net.generate(tokens.expand(config.samples, -1), new, **drawing)]
         else:
-            texts = _draw(net, vocabulary, tokens, most - len(tokens), config)
+            texts = _draw(net, vocabulary, tokens, new, config)
     return [vocabulary.decode(text) for text in texts]
 
 
@@ -74,7 +75,7 @@ def sample(config: Namespace) -> Sequence[str]:
             net = HuggingFaceLM(config.run, len(vocabulary), 1, pretrained=True).eval()
         except BadInput as fault:
             raise BadInput("run", config.run, fault.expected) from None
-        return _continue(net, vocabulary, net.block_size, config, new=WRITTEN)
+        return _continue(net, vocabulary, config, config.sample)
     results = load_results(config.run)
     if results["experiment"] != NAME:
         of_kd = f"; or one of its nets' folders, as {folder}/seed0/kd" if results["experiment"] == "kd" else ""
