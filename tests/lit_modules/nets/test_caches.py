@@ -18,7 +18,7 @@ T = 12
 OWN = {"own": {"mixer": example_mixer(), "position": None}}  # that of docs/own-mixer.md
 CASES = {**OPTIONS, **OWN}
 # Of windows, tokens that are cached and how many of them stay: none has left the window.
-SHORT = {"window": (6, 4), "windowed": (2, 1)}
+SHORT = {"window": (6, 4), "gemma 3": (4, 2), "windowed": (2, 1)}
 STATES = ("linear", "gated", "delta", "own")
 PADDING = (None, torch.tensor([1, 0, 0]))
 
