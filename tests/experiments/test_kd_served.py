@@ -151,6 +151,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "key": (["--teacher.url", "http://me:secret@localhost/v1"], "the environment variable VLLM_API_KEY for a key"),
     "model": (["--teacher.model", "other"], f"--teacher.model other: expected a model of .*: {MODEL}"),
     "weights": (["--student", "Pruned", "--student.layers", "1"], "a teacher with weights for a student made of these"),
+    "writes": (["--variants.seq", "SequenceLevel", "--only", "seq"], "a teacher with weights .* learns what it writes"),
     "checkpoint": (["--teacher_ckpt", "x.pt"], "not allowed with --teacher Served, which has no weights"),
     "student": (["--student", "Served", "--student.url", "http://a/v1", "--student.model", "b"], "a net that learns"),
     "images": (["--data", "Digits"], "expected"),
