@@ -25,6 +25,19 @@ PIPELINES = {"images": "image-classification", "bytes": "text-classification"}
 EMBEDDING_PIPELINES = {"images": "image-feature-extraction"}
 METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
 TEACHER = "teacher"
+USE_ASSISTANT = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
+chat = [{"role": "user", "content": "TEXT"}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+```
+
+It has learned to answer in this template; other texts are not what it was trained on."""
 USE_LANGUAGE_MODEL = """## Use
 
 ```python
@@ -57,11 +70,11 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(folder: Path, facts: NetFacts, parameters: int) -> str:
-    """Write the card of a language model in a run's folder, as transformers reads it."""
+def language_card(folder: Path, facts: NetFacts, parameters: int, answers: bool) -> str:
+    """Write the card of a language model in a run's folder, as transformers reads it; whether it `answers` chats."""
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
     head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
-    return _card(folder, facts, parameters, head, [USE_LANGUAGE_MODEL])
+    return _card(folder, facts, parameters, head, [USE_ASSISTANT if answers else USE_LANGUAGE_MODEL])
 
 
 def sentence_card(folder: Path, facts: NetFacts, parameters: int, ranks: bool) -> str:

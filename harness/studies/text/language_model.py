@@ -1,82 +1,215 @@
-"""What a trained language model writes after a prompt."""
+"""What a trained language model writes: after a text or, by the template of its chats, as the assistant."""
 
+import json
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from apprentice.errors import BadInput
+from datamodules.text.chat_templates import Template, template_of
+from datamodules.text.conversation_files import CONVERSATIONS, File, open_sources
+from datamodules.text.conversations import Columns, read_conversations
+from datamodules.text.turns import ASSISTANT, USER, Message, read_turns
 from datamodules.text.vocabulary import Subwords, Vocabulary
 from harness.reports.results import load_results
-from harness.runs.nets import load_net
+from harness.runs.nets import load_net, read_facts
 from harness.studies.text.vocabularies import read_vocabulary
 from lit_modules.nets.attention.form import any_kernel
 from lit_modules.nets.generation import Sampling, generate, row_keys
-from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 
 WRITTEN = 128  # tokens at most that a model of others writes after a prompt
 NAME = "gpt"  # of the experiment, of its fit and of the net's folder
 
 
-def write_samples(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Continue the prompt by the net in a folder, to texts as long as its block."""
-    net: Any = load_net(folder)
-    return _continue(net, read_vocabulary(folder), net.init_args["block_size"], config, prompt)
+class Written(NamedTuple):
+    """What a model has written after a prompt."""
+
+    tokens: Tensor  # (t,)
+    text: str  # without the token that ends a response
+    is_whole: bool  # whether there is such a token
 
 
-def _continue(
-    net: Any, vocabulary: Vocabulary | Subwords, block_size: int | None, config: Namespace, prompt: str | None = None,
-    new: int = sys.maxsize,
-) -> list[str]:  # fmt: skip
-    """Continue a prompt, by default `sample`, by `new` tokens at most, to a text of `block_size` at most."""
-    prompt = config.sample if prompt is None else prompt
-    tokens = vocabulary.encode(prompt, "sample")
-    most = min(len(tokens) + new, sys.maxsize if block_size is None else block_size)
-    if not 1 <= len(tokens) <= most:
-        raise BadInput("sample", repr(prompt), f"1 to {most} tokens, the net's block size; not {len(tokens)}")
-    with any_kernel(net):  # on the CPU, wherever the net was trained
-        if isinstance(net, GPT):
-            drawing = {"temperature": config.temperature, "top_k": config.top_k, "seed": config.sample_seed}
-            texts = [*net.generate(tokens.expand(config.samples, -1), **drawing)]
-        else:
-            texts = _draw(net, vocabulary, tokens, most - len(tokens), config)
-    return [vocabulary.decode(text) for text in texts]
+@dataclass(frozen=True)
+class TrainedLM:
+    """A trained language model with what its tokens stand for.
 
-
-def _draw(net: Any, vocabulary: Vocabulary | Subwords, prompt: Tensor, most: int, config: Namespace) -> list[Tensor]:
-    """Continue a prompt (t,) by `most` tokens at most, up to the end token; return texts (t + new,)."""
-    samples, sampling = torch.arange(config.samples), Sampling(config.temperature, config.top_k)
-    end = vocabulary.tokenizer.eos_token_id if isinstance(vocabulary, Subwords) else None
-    ends, lengths = [] if end is None else [end], torch.full_like(samples, len(prompt))
-    keys = row_keys(samples, config.sample_seed)
-    drawn = generate(net, prompt.expand(config.samples, -1), lengths, most, keys, sampling, ends)
-    pairs = zip(drawn.tokens, drawn.lengths.tolist(), strict=True)
-    return [torch.cat([prompt, tokens[:length]]) for tokens, length in pairs]
-
-
-def sample(config: Namespace) -> Sequence[str]:
-    """Continue `sample` by the net in `run`; BadInput if one can't be used.
-
-    `run` is a run of gpt.py, whose first seed's net is taken, a net's folder as RUN/seed0/kd, or the
-    folder of a model of transformers.
+    Args:
+        net: tokens to logits.
+        vocabulary: of its tokens.
+        template: of the chats that it has learned; None for plain texts.
+        ends: tokens that end a response.
+        block_size: tokens of a text at most, its prompt among them; None for any number.
+        most: tokens that it writes, unless asked for another number.
     """
-    folder = Path(config.run)
-    if (folder / "net.yaml").is_file():
-        return write_samples(folder, config.sample, config)
-    if (folder / "config.json").is_file():
+
+    net: Any
+    vocabulary: Vocabulary | Subwords
+    template: Template | None
+    ends: tuple[int, ...]
+    block_size: int | None
+    most: int
+
+    def encode(self, messages: Sequence[Message], flag: str) -> Tensor:
+        """Return the tokens (t,) of messages, up to where the assistant's next turn begins."""
+        assert self.template is not None, "messages need a template"
         try:
-            vocabulary = Subwords(config.run)
-            net = HuggingFaceLM(config.run, len(vocabulary), 1, pretrained=True).eval()
-        except BadInput as fault:
-            raise BadInput("run", config.run, fault.expected) from None
-        return _continue(net, vocabulary, net.block_size, config, new=WRITTEN)
-    results = load_results(config.run)
+            return torch.from_numpy(self.template.prompt(messages))
+        except BadInput as fault:  # which blames the data
+            raise BadInput(flag, repr(messages[-1]["content"]), fault.expected) from None
+
+    def room(self, prompt: Tensor) -> int:
+        """Return how many tokens may follow a prompt (t,)."""
+        return sys.maxsize if self.block_size is None else self.block_size - len(prompt)
+
+    def write(
+        self, prompt: Tensor, keys: Tensor, sampling: Sampling, most: int | None = None, raw: bool = False
+    ) -> list[Written]:
+        """Continue a prompt (t,) by each of the keys (n,) of `generate`, by `most` tokens at most.
+
+        It ends as a response does or, if `raw`, as a plain text.
+        """
+        end = self.vocabulary.tokenizer.eos_token_id if isinstance(self.vocabulary, Subwords) else None
+        ends = self.ends if not raw else () if end is None else (end,)
+        lengths, room = torch.full_like(keys, len(prompt)), min(self.most if most is None else most, self.room(prompt))
+        with any_kernel(self.net):  # on the CPU, wherever the net was trained
+            drawn = generate(self.net, prompt.expand(len(keys), -1), lengths, room, keys, sampling, ends)
+        rows = zip(drawn.tokens, drawn.lengths.tolist(), strict=True)
+        return [self._written(tokens[:length], ends) for tokens, length in rows]
+
+    def _written(self, tokens: Tensor, ends: Sequence[int]) -> Written:
+        is_whole = len(tokens) > 0 and int(tokens[-1]) in ends
+        return Written(tokens, self.vocabulary.decode(tokens[:-1] if is_whole else tokens), is_whole)
+
+    def continue_text(self, text: str, config: Namespace) -> list[str]:
+        """Return a text with what follows it, `samples` times."""
+        prompt, longest = self.vocabulary.encode(text, "sample"), self.block_size
+        if not len(prompt) or self.room(prompt) < 0:
+            expected = "at least 1 token" if longest is None else f"1 to {longest} tokens, the net's block size"
+            raise BadInput("sample", repr(text), f"{expected}; not {len(prompt)}")
+        keys = row_keys(torch.arange(config.samples), config.sample_seed)
+        written = self.write(prompt, keys, Sampling(config.temperature, config.top_k), raw=True)
+        return [self.vocabulary.decode(torch.cat([prompt, tokens])) for tokens, *_ in written]
+
+    def answer(self, messages: Sequence[Message], number: int, config: Namespace) -> list[str]:
+        """Return what the assistant says to the messages of chat `number`, `samples` times."""
+        prompt, samples = self.encode(messages, "sample"), torch.arange(config.samples) + number * config.samples
+        if self.room(prompt) < 1:
+            expected = f"less than {self.block_size} tokens, the net's block size; not {len(prompt)}"
+            raise BadInput("sample", repr(messages[-1]["content"]), expected)
+        keys = row_keys(samples, config.sample_seed, turn_of(messages))
+        return [written.text for written in self.write(prompt, keys, Sampling(config.temperature, config.top_k))]
+
+
+def turn_of(messages: Sequence[Message]) -> int:
+    """Return the number of the assistant's next turn, by which it is drawn."""
+    return sum(message["role"] == ASSISTANT for message in messages)
+
+
+def load_trained(run: str) -> TrainedLM:
+    """Load what `run` names; BadInput if it can't be used.
+
+    It is a run of gpt.py, whose first seed's net is taken, a net's folder as RUN/seed0/kd, or the folder of a model of
+    transformers.
+    """
+    folder = Path(run)
+    if (folder / "net.yaml").is_file():
+        return _load_net(folder)
+    if (folder / "config.json").is_file():
+        return _load_of_transformers(run)
+    results = load_results(run)
     if results["experiment"] != NAME:
         of_kd = f"; or one of its nets' folders, as {folder}/seed0/kd" if results["experiment"] == "kd" else ""
-        raise BadInput("run", config.run, f"a run of gpt.py; this one is of {results['experiment']}.py{of_kd}")
-    return write_samples(folder / f"seed{results['seeds'][0]}" / NAME, config.sample, config)
+        raise BadInput("run", run, f"a run of gpt.py; this one is of {results['experiment']}.py{of_kd}")
+    return _load_net(folder / f"seed{results['seeds'][0]}" / NAME)
+
+
+def _load_net(folder: Path) -> TrainedLM:
+    facts = read_facts(folder)
+    if facts is not None and facts.task != "tokens":
+        raise BadInput("run", folder, f"a language model; the task of this net is {facts.task}")
+    net: Any = load_net(folder)
+    vocabulary, template = read_vocabulary(folder)
+    longest, ends = net.init_args.get("block_size"), template.ends() if template else ()
+    return TrainedLM(net, vocabulary, template, ends, longest, longest or WRITTEN)
+
+
+def _load_of_transformers(run: str) -> TrainedLM:
+    try:
+        vocabulary = Subwords(run)
+        net = HuggingFaceLM(run, len(vocabulary), 1, pretrained=True).eval()
+        template = template_of(vocabulary) if vocabulary.tokenizer.chat_template else None
+        ends = template.ends() if template else ()
+    except BadInput as fault:
+        raise BadInput("run", run, fault.expected) from None
+    more = net.model.generation_config.eos_token_id  # of bytes, whose tokenizer has no special tokens
+    ends += () if more is None else tuple(more) if isinstance(more, list) else (more,)
+    return TrainedLM(net, vocabulary, template, tuple(dict.fromkeys(ends)), net.block_size, WRITTEN)
+
+
+def write_samples(folder: Path, prompt: str, config: Namespace) -> list[str]:
+    """Continue a text by the net in a folder, to texts as long as its block."""
+    return _load_net(folder).continue_text(prompt, config)
+
+
+def sample(config: Namespace) -> list[str]:
+    """Continue `sample` by the model in `run`, or answer it, as the assistant, where it has learned chats."""
+    model = load_trained(config.run)
+    if model.template is not None and not config.raw:
+        chats = enumerate(_read_asked(config.sample))
+        return [text for number, messages in chats for text in model.answer(messages, number, config)]
+    if not config.raw and (_is_messages(config.sample) or _is_file(config.sample)):
+        raise BadInput("sample", config.sample, "a text: this model has learned no chats; or `raw true`")
+    return model.continue_text(config.sample, config)
+
+
+def _is_messages(text: str) -> bool:
+    return "".join(text[:99].split()).startswith("[{")
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(CONVERSATIONS.endings) and os.path.isfile(text)  # noqa: PTH113 - a text may be no path
+
+
+def _read_asked(text: str) -> Iterator[Sequence[Message]]:
+    """Yield messages to answer: those of a list in JSON, of each chat in a file without its last answer, or a text.
+
+    Raises:
+        BadInput: there is nothing to answer.
+    """
+    if _is_file(text):
+        yield from _read_file(text)
+        return
+    if not _is_messages(text):
+        yield ({"role": USER, "content": text},)
+        return
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadInput("sample", text, f"JSON, as it begins like a list of messages; {error}") from None
+    try:
+        messages = read_turns(value, text, "messages").messages
+    except BadInput as fault:
+        raise BadInput("sample", text, fault.expected) from None
+    if messages[-1]["role"] == ASSISTANT:
+        raise BadInput("sample", text, "messages of which the last is not the assistant's")
+    yield messages
+
+
+def _read_file(path: str) -> Iterator[Sequence[Message]]:
+    source = open_sources(path, None)[0]
+    assert isinstance(source, File), "its name ends like a file's"
+    for conversation in read_conversations(source.rows(), Columns(), path, "sample"):
+        messages = [*conversation.messages]
+        while messages and messages[-1]["role"] == ASSISTANT:
+            messages.pop()
+        if not messages:
+            raise BadInput("sample", path, f"chats that ask something; {conversation.name} does not")
+        yield messages

@@ -1,0 +1,33 @@
+"""Settings of runs whose students begin with a pretrained language model's weights, where none are chosen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# The rate is the best of four by the validation loss of halves of SmolLM2: docs/measurements/language-models.md. New
+# weights take more; a pretrained model forgets at such rates. Warm-up as AdamW's moments are of few steps at first.
+SETTINGS: Mapping[str, Any] = {
+    "optimizer": "AdamW", "optimizer.lr": 3e-4, "scheduler": "CosineWarmup", "scheduler.warmup_ratio": 0.1,
+    "trainer.gradient_clip_val": 1.0,
+}  # fmt: skip
+MODEL, OF_TEACHER = "HuggingFaceLM", {"Pruned", "Mixer"}  # classes
+
+
+def of_pretrained(flags: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
+    """Return what any `teacher` sets beside flags of a run; nothing beside a recipe, an optimizer or a schedule."""
+    if any(flags.get(name) not in (None, "null") for name in ("recipe", "optimizer", "scheduler")):
+        return {}
+    keys = ["student", *(flag for flag in flags if flag.startswith("students.") and flag.count(".") == 1)]
+    begins = _is_pretrained(flags, "teacher")
+    return {...: SETTINGS} if any(_begins_pretrained(flags, key, begins) for key in keys) else {}
+
+
+def _begins_pretrained(flags: Mapping[str, Any], key: str, teacher: bool) -> bool:
+    return _is_pretrained(flags, key) or (teacher and _class_name(flags, key) in OF_TEACHER)
+
+
+def _is_pretrained(flags: Mapping[str, Any], key: str) -> bool:
+    return _class_name(flags, key) == MODEL and str(flags.get(f"{key}.pretrained")).lower() == "true"
+
+
+def _class_name(flags: Mapping[str, Any], key: str) -> str:
+    return str(flags.get(key)).rpartition(".")[2]
