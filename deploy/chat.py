@@ -155,7 +155,7 @@ def _answer(conversation: Conversation, line: str) -> str:
 
 def show(answers: Mapping[str, str]) -> None:
     """Print answers by name: of several, in columns on a terminal, else one below the other."""
-    texts = {name: _printable(text) for name, text in answers.items()}
+    texts = {name: printable(text) for name, text in answers.items()}
     if len(texts) > 1 and is_live():
         table = Table(*texts)
         table.add_row(*map(Text, texts.values()))
@@ -165,6 +165,6 @@ def show(answers: Mapping[str, str]) -> None:
             print(f"{name}: {text}" if len(texts) > 1 else text)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text without characters that would steer a terminal."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -2,7 +2,6 @@
 
     python experiments/chat.py --run RUN/seed0/kd
     python experiments/chat.py --run RUN/seed0/ce RUN/seed0/kd
-    echo "What does len do?" | python experiments/chat.py --run RUN/seed0/kd --temperature 0
 
 A model is asked in the template of the chats that it has learned. Each goes on with its own answers. Draws depend on
 --seed, turn and position alone: the same conversation has the same answers. /reset begins anew; /quit or Ctrl-D ends.

@@ -63,7 +63,8 @@ class TrainedLM:
         try:
             return torch.from_numpy(self.template.prompt(messages))
         except BadInput as fault:  # which blames the data
-            raise BadInput(flag, repr(messages[-1]["content"]), fault.expected) from None
+            value = fault.value if fault.argument == "data.messages" else repr(messages[-1]["content"])
+            raise BadInput(flag, value, fault.expected) from None
 
     def room(self, prompt: Tensor) -> int:
         """Return how many tokens may follow a prompt (t,)."""
