@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from harness.studies.recipes import DEFAULT_OF_TEXTS
+
 # The rate is the best of four by the validation loss of halves of SmolLM2: docs/measurements/language-models.md. New
 # weights take more; a pretrained model forgets at such rates. Warm-up as AdamW's moments are of few steps at first.
 SETTINGS: Mapping[str, Any] = {
@@ -13,8 +15,12 @@ MODEL, OF_TEACHER = "HuggingFaceLM", {"Pruned", "Mixer"}  # classes
 
 
 def of_pretrained(flags: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
-    """Return what any `teacher` sets beside flags of a run; nothing beside a recipe, an optimizer or a schedule."""
-    if any(flags.get(name) not in (None, "null") for name in ("recipe", "optimizer", "scheduler")):
+    """Return what any `teacher` sets beside flags of a run; nothing beside an optimizer, a schedule or a recipe.
+
+    The rate of the recipe of texts is of new nets.
+    """
+    chosen = {name: flags.get(name) for name in ("optimizer", "scheduler", "recipe")}
+    if {*chosen.values()} - {None, "null", DEFAULT_OF_TEXTS}:
         return {}
     keys = ["student", *(flag for flag in flags if flag.startswith("students.") and flag.count(".") == 1)]
     begins = _is_pretrained(flags, "teacher")
