@@ -275,8 +275,8 @@ class Chat(TextData):
                 response = tokens[begin:end]
                 if int(response[-1]) in self.end_tokens:
                     response = response[:-1]
-                parts = map(torch.from_numpy, (tokens[:begin], response, tokens[after:begin]))
-                questions.append(Question(*parts, turn))
+                prompt_tokens, reference, asks = map(torch.from_numpy, (tokens[:begin], response, tokens[after:begin]))
+                questions.append(Question(prompt_tokens, reference, asks, turn))
                 after = end
         return questions[:count]
 

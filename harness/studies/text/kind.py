@@ -83,7 +83,8 @@ class TextKind(DataKind):
         return answers_section.section(results, found)
 
     def next_steps(self, session: Session, folder: str) -> dict[str, str]:
-        chat = {} if session.data.chat_template is None else {"chat": command_line("chat.py", run=folder)}
+        has_chats = getattr(session.data, "chat_template", None) is not None
+        chat = {"chat": command_line("chat.py", run=folder)} if has_chats else {}
         return {**chat, "continue": command_line("gpt.py", run=folder, sample="PROMPT")}
 
     def finish(self, session: Session, teachers: Iterable[str], students: Iterable[str]) -> None:

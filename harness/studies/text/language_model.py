@@ -176,7 +176,7 @@ def _is_messages(text: str) -> bool:
 
 
 def _is_file(text: str) -> bool:
-    return text.endswith(CONVERSATIONS.endings) and os.path.isfile(text)  # noqa: PTH113 - a text may be no path
+    return text.endswith(tuple(CONVERSATIONS.endings)) and os.path.isfile(text)  # noqa: PTH113 - a text may be no path
 
 
 def _read_asked(text: str) -> Iterator[Sequence[Message]]:
