@@ -93,9 +93,11 @@ def chat(config: Namespace) -> None:
     """
     if not config.run:
         raise BadInput("run", "(nothing)", "folders of nets, as RUN/seed0/kd")
+    if len({*config.run}) < len(config.run):
+        raise BadInput("run", " ".join(config.run), "each folder once")
     Sampling(config.temperature)
     models = {name: _load(folder, config.raw) for name, folder in _names(config.run).items()}
-    if is_live():
+    if sys.stdout.isatty():
         print(f"{', '.join(models)}: {RESET} begins anew, {QUIT} or Ctrl-D ends")
     with signals.advise_at_stop("\n"):
         conversations = _begin(models, config)
@@ -130,7 +132,7 @@ def _begin(models: Mapping[str, TrainedLM], config: Namespace) -> dict[str, Conv
 
 def _lines() -> Iterator[str]:
     """Yield the lines of stdin without their ends; a terminal shows that it is asked."""
-    is_asked = sys.stdin.isatty() and is_live()
+    is_asked = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         if is_asked:
             sys.stdout.write(PROMPT)

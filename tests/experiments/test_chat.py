@@ -162,6 +162,7 @@ def test_what_can_not_be_talked_to(
         return line.removeprefix("error: ")
 
     assert refused().startswith("--run (nothing): expected folders of nets")
+    assert refused("--run", nets / "ce", nets / "ce").endswith("expected each folder once")
     assert refused("--run", tmp_path).startswith(f"--run {tmp_path}: expected")
     assert f"or one of its nets' folders, as {nets.parent}/seed0/kd" in refused("--run", nets.parent)
     assert "not allowed, as nothing is trained" in refused("--run", nets / "ce", "--out", tmp_path)
