@@ -35,7 +35,8 @@ from lit_modules.embedding.retrieval import Retrieval
 from lit_modules.nets import HuggingFaceText
 from lit_modules.objectives import EmbeddingMatch
 
-EPOCHS = 4
+EPOCHS, TEST_ROWS = 4, 2
+DROPOUTS = "hidden_dropout_prob", "attention_probs_dropout_prob"  # which sentence-transformers would train with
 OURS, THEIRS = "ours", "sentence-transformers"
 TARGETS = {
     "texts": Target("texts/s, ours over sentence-transformers' trainer", low=1.0),
@@ -71,7 +72,7 @@ def ours(folder: Path, steps: int, batch_size: int) -> dict[str, float]:
     common.one_thread()
     keep_memory()
     marks = Marks()
-    sizes: dict[str, Any] = {"validation_size": 0, "test_size": 2}
+    sizes: dict[str, Any] = {"validation_size": 0, "test_size": TEST_ROWS}
     data = Pairs(folder / "texts.jsonl", batch_size=batch_size, **sizes)
     with quiet(), warnings.catch_warnings(action="ignore"):
         data.prepare_data()
@@ -99,6 +100,7 @@ def theirs(folder: Path, steps: int, batch_size: int) -> dict[str, float]:
     from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text("utf-8").splitlines()]
+    texts = texts[:-TEST_ROWS]  # as many as ours trains on, in whole batches
     embeddings = SentenceTransformer(str(find_minilm()), device="cpu").encode(texts)
     student = SentenceTransformer(str(folder / "student"), device="cpu")
     marks = Marks()
@@ -114,11 +116,13 @@ def theirs(folder: Path, steps: int, batch_size: int) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> Measurement:
     steps = WARMUP + args.steps
-    rows = -(-steps // EPOCHS) * args.batch_size + 2  # in one epoch alone ours would not store the teacher's embeddings
+    # In one epoch alone ours would not store the teacher's embeddings.
+    rows = -(-steps // EPOCHS) * args.batch_size + TEST_ROWS
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_texts(folder / "texts.jsonl", rows, args.characters)
-        HuggingFaceText(str(find_minilm()), config={"num_hidden_layers": args.layers}).save(folder / "student")
+        config = {"num_hidden_layers": args.layers, **dict.fromkeys(DROPOUTS, 0.0)}
+        HuggingFaceText(str(find_minilm()), config=config).save(folder / "student")
         environment = common.thread_variables(1) | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
         rivals = {
             side: partial(common.call_fresh, train, folder, steps, args.batch_size, env=environment)

@@ -251,8 +251,11 @@ class InMemoryData(DataHooks):
         """Whether a training sample is another one in each epoch."""
         return not self.train_inputs_repeat
 
-    def check_net(self, net: Any, whose: str) -> None:
-        """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples."""
+    def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
+        """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples.
+
+        One that is `trained` on them may learn how they differ.
+        """
 
     @property
     def num_classes(self) -> int:

@@ -1,4 +1,4 @@
-"""Language models as models of transformers: what `HuggingFaceLM` holds, and `GPT` as one of its family."""
+"""Language models as models of transformers: what nets of transformers hold, and `GPT` as one of its family."""
 
 import copy
 from contextlib import suppress
@@ -10,6 +10,7 @@ from lit_modules.nets.adapters import merge_adapters
 from lit_modules.nets.families import NoFamily
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
+from lit_modules.nets.hugging_face_seq2seq import HuggingFaceSeq2Seq
 from lit_modules.nets.transformers_models import import_transformers
 
 
@@ -21,7 +22,7 @@ def as_transformers(net: nn.Module) -> Any | None:
     Raises:
         Missing: transformers is not installed.
     """
-    if isinstance(net, HuggingFaceLM):
+    if isinstance(net, HuggingFaceLM | HuggingFaceSeq2Seq):
         model: Any = copy.deepcopy(net.model).eval()
         merge_adapters(model)
         if model.config.vocab_size != net.vocab_size:  # it was padded, or its texts have other tokens

@@ -47,6 +47,11 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer
 inputs = tokenizer("TEXT", return_tensors="pt", add_special_tokens=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
+USE_LLAMA_CPP = """With llama.cpp, by the script of its repository:
+
+```bash
+python llama.cpp/convert_hf_to_gguf.py FOLDER
+```"""
 USE_SENTENCE_MODEL = """## Use
 
 ```python
@@ -70,11 +75,19 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(folder: Path, facts: NetFacts, parameters: int, answers: bool) -> str:
-    """Write the card of a language model in a run's folder, as transformers reads it; whether it `answers` chats."""
+def language_card(
+    folder: Path, facts: NetFacts, parameters: int, *, has_encoder: bool, has_known_tokens: bool, answers: bool
+) -> str:
+    """Write the card of a language model in a run's folder, as transformers reads it.
+
+    Whether it `has_encoder`, has the tokens of a published tokenizer (llama.cpp refuses others), and `answers` chats.
+    """
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
-    head = {"library_name": "transformers", "tags": tags, "pipeline_tag": "text-generation"}
-    return _card(folder, facts, parameters, head, [USE_ASSISTANT if answers else USE_LANGUAGE_MODEL])
+    pipeline = "text2text-generation" if has_encoder else "text-generation"
+    head = {"library_name": "transformers", "tags": tags, "pipeline_tag": pipeline}
+    use = USE_ASSISTANT if answers and not has_encoder else USE_LANGUAGE_MODEL
+    use = use.replace("CausalLM", "Seq2SeqLM") if has_encoder else use
+    return _card(folder, facts, parameters, head, [use, *[USE_LLAMA_CPP] * has_known_tokens])
 
 
 def sentence_card(folder: Path, facts: NetFacts, parameters: int, ranks: bool) -> str:

@@ -21,7 +21,7 @@ from harness.runs import signals
 from harness.runs.options import OneSeedOptions
 from harness.runs.progress import is_live
 from harness.studies.text.language_model import TrainedLM, load_trained, turn_of
-from lit_modules.nets.generation import Sampling, row_keys
+from lit_modules.nets.generation import Sampling, longest_text, row_keys
 
 RESET, QUIT = "/reset", "/quit"
 PROMPT = "> "  # on a terminal
@@ -65,14 +65,14 @@ class Conversation:
         prompt = self._encode(asked)
         if (room := model.room(prompt)) < 1:
             needed = f"with this line the conversation has {len(prompt)}; {RESET} begins anew"
-            return f"(the context of {model.block_size} tokens is full: {needed})"
+            return f"(the context of {longest_text(model.net)} tokens is full: {needed})"
         keys = row_keys(torch.zeros(1, dtype=torch.int64), config.seed, turn_of(asked))
         sampling = Sampling(config.temperature)
         (written,) = model.write(prompt, keys, sampling, config.max_tokens, config.raw)
         text = CONTROL.sub("", written.text) if isinstance(model.template, MarkedTurns) else written.text
         self.messages = [*asked, {"role": ASSISTANT, "content": text}]
         if len(written.tokens) == room and not written.is_whole:
-            return f"{text}\n(cut: the context of {model.block_size} tokens is full; {RESET} begins anew)"
+            return f"{text}\n(cut: the context of {longest_text(model.net)} tokens is full; {RESET} begins anew)"
         if written.is_whole or config.raw:
             return text
         return f"{text}\n(cut: {config.max_tokens} tokens, as `max_tokens` says)"

@@ -19,6 +19,7 @@ from harness.runs.quiet import notice
 from harness.runs.session import Session
 from lit_modules.nets.adapters import adapter_config, adapter_state
 from lit_modules.nets.hugging_face import HuggingFaceLM
+from lit_modules.nets.hugging_face_seq2seq import HuggingFaceSeq2Seq
 
 
 def write_language_models(run: Session, names: Collection[str], failed: Mapping[str, str]) -> None:
@@ -69,7 +70,7 @@ def _write(folder: Path, data: TextData, tokenizer: Any) -> bool:
     facts = read_facts(folder, "out")
     if model is None or facts is None:
         return False
-    name = str(net.name) if isinstance(net, HuggingFaceLM) else None
+    name = str(net.name) if isinstance(net, HuggingFaceLM | HuggingFaceSeq2Seq) else None
     set_tokenizer(model, tokenizer, name if name is not None and _has_tokens_of(name, vocabulary) else None)
     if end_tokens:
         model.generation_config.eos_token_id = list(end_tokens)
@@ -88,6 +89,10 @@ def _write(folder: Path, data: TextData, tokenizer: Any) -> bool:
             from safetensors.torch import save_file
 
             save_file(adapter_state(net.model), temporary / "adapter_model.safetensors")
-    count, answers = sum(p.numel() for p in net.parameters()), data.chat_template is not None
-    write_text(out / CARD.name, language_card(folder, facts, count, answers))
+    kinds = {
+        "has_encoder": isinstance(net, HuggingFaceSeq2Seq),
+        "has_known_tokens": isinstance(vocabulary, Subwords),
+        "answers": data.chat_template is not None,
+    }
+    write_text(out / CARD.name, language_card(folder, facts, sum(p.numel() for p in net.parameters()), **kinds))
     return True

@@ -69,6 +69,8 @@ class Options(TuningOptions):
         lambda count: 1 <= count <= MOST_SAMPLES, f"a number of texts, at least 1, at most {MOST_SAMPLES}"
     ), acts_with="sample")  # fmt: skip
     """how many texts to write, after training too."""
+    sample_tokens: int | None = option(None, at_least(1, "token"), acts_with="sample")
+    """how many tokens to write; default: up to the net's block size, or 128 of a model of others."""
     temperature: float = option(0.8, Limit(lambda value: 0 <= value < float("inf"), "0 or more"), acts_with="sample")
     """divides the logits; 0 takes the likeliest token."""
     top_k: int | None = option(None, Limit(lambda count: count >= 1, "at least 1"), acts_with="sample")

@@ -142,8 +142,8 @@ def parser() -> cli.Parser:
     variants = {"ce": "CrossEntropy", "kd": "Hinton", "cosine": "Cosine", "hint": "Hint"}
     parser.add_variants("variants", method, variants, NAMES, about="one more student")
     parser.add_check(arm_names)
-    parser.add_recipes("only", lambda flags: import_module(ZOO).recipes_of_one(variants, flags.get("data.task")))
-    parser.add_recipes("zoo", lambda flags: import_module(ZOO).recipes_of_all(variants, flags.get("data.task")))
+    parser.add_recipes("only", lambda flags: import_module(ZOO).recipes_of_one(variants, flags))
+    parser.add_recipes("zoo", lambda flags: import_module(ZOO).recipes_of_all(variants, flags))
     why = "the epochs so far have its rate; with --teacher_ckpt another run learns from the same teachers"
     add_optimizer(parser, scheduler_on_resume=cli.OnResume(why=why), apart=["teacher"])
     judged = cli.OnResume(why="what is tested is tested once")

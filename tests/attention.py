@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lit_modules.nets import SelfAttention
 from lit_modules.nets.attention.positions import Alibi, Rotary
+from lit_modules.nets.attention.rms_norm import RMSNorm
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:
@@ -65,12 +66,23 @@ def rms(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+def _normed(heads: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, count: int) -> Tensor:
+    """Queries and keys (T, H + K, d), each head normed, or all at once if the norms are as wide."""
+    rows = []
+    for text in heads:
+        for norm, part in ((q_norm, text[:count]), (k_norm, text[count : count + (len(text) - count) // 2])):
+            weight = norm.weight + norm.unit_offset
+            rows.append(rms(part.reshape(-1, len(weight)), weight, norm.eps).view_as(part))
+    return torch.cat(rows).view(len(heads), -1, heads.shape[2])
+
+
 def formula(net: SelfAttention, text: Tensor, options: dict[str, Any], mask: Tensor | None = None) -> Tensor:
     """(T, D) of a text (T, D), token by token; a mask (H, T, T) is added to scores."""
     count = net.num_heads
     groups, d = count // options.get("num_kv_heads", count), options.get("head_dim", text.shape[1] // count)
     projected = text @ net.qkv.weight.T + (0 if net.qkv.bias is None else net.qkv.bias)
     heads = projected.unflatten(1, (-1, d))  # (T, H + 2 K, d)
+    normed = None if net.q_norm is None or net.k_norm is None else _normed(heads, net.q_norm, net.k_norm, count)
     kv_heads, position, cap = count // groups, options.get("position"), options.get("softcap")
     window, sinks = options.get("window", len(text)), options.get("sinks", 0)
     rows = []
@@ -82,8 +94,8 @@ def formula(net: SelfAttention, text: Tensor, options: dict[str, Any], mask: Ten
                 if options.get("causal", True) and (j > i or (i - j >= window and j >= sinks)):
                     continue
                 q, k = heads[i, h], heads[j, count + h // groups]
-                if net.q_norm is not None and net.k_norm is not None:
-                    q, k = rms(q, net.q_norm.weight), rms(k, net.k_norm.weight)
+                if normed is not None:
+                    q, k = normed[i, h], normed[j, count + h // groups]
                 if isinstance(position, Rotary):
                     q, k = turn(q, i, position), turn(k, j, position)
                 score = options.get("scale", 1 / math.sqrt(d)) * (q * k).sum()

@@ -1,5 +1,6 @@
 """Tiny language models of transformers, made here; import in `with_transformers`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path) -> Any:
-    """Byte-level BPE of a few words, with a chat template; its pad token is its end token, as SmolLM2's."""
+SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+
+def save_tokenizer(folder: Path, added: Sequence[str] = (), special: Sequence[str] = SPECIAL) -> Any:
+    """Byte-level BPE of a few words, with a chat template; its pad token is its end token, as SmolLM2's.
+
+    `added` are tokens after the others; `special` are the first three, of which the second begins a turn.
+    """
     import tokenizers
     import transformers
 
@@ -21,13 +28,14 @@ def save_tokenizer(folder: Path) -> Any:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=[*special],
     )
     bpe.train_from_iterator([WORDS, "the quick lazy fox over user assistant"] * 9, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tokenizer_object=bpe, bos_token=special[1], eos_token=special[2], pad_token=special[2]
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens([transformers.AddedToken(text, special=True) for text in added])
+    tokenizer.chat_template = TEMPLATE.replace(SPECIAL[1], special[1]).replace(SPECIAL[2], special[2])
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -1,14 +1,15 @@
 """The base of data sets of texts with a label for each token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from datamodules.text.chat_templates import Template
-from datamodules.text.vocabulary import Subwords, Vocabulary
+from datamodules.text.vocabulary import Subwords, Vocabulary, name_tokens
 
 
 class Question(NamedTuple):
@@ -79,11 +80,30 @@ class TextData(InMemoryData):
     def check_same_texts(self, other: "TextData", flag: str, value: str) -> None:
         """Raise BadInput for `flag` unless another data module has the same texts, in other tokens."""
 
-    def check_net(self, net: Any, whose: str) -> None:
-        """Raise BadInput if a net's weights know the tokens of a Hugging Face tokenizer, and these are others."""
+    def all_tokens(self) -> Iterable[np.ndarray]:
+        """Return the tokens (n,) of all texts, in any number of parts; none where these stand for nothing."""
+        return ()
+
+    def say_left_out(self) -> None:
+        """Say which tokens of a tokenizer its model has no rows for."""
+        if isinstance(self.vocabulary, Subwords) and (names := self.vocabulary.left_out):
+            self.say(f"{self.tokenizer}: its model has no rows for {name_tokens(names)}; no text may have them")
+
+    def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
+        """Raise BadInput if a net's weights know the tokens of a Hugging Face tokenizer, and these are others.
+
+        One that is `trained` may learn other added tokens at its rows for these numbers; a line says which.
+        """
         if net.tokenizer is None:
             return
         self.split("train")
-        if not (isinstance(self.vocabulary, Subwords) and self.vocabulary.same_as(Subwords(net.tokenizer))):
+        ours, theirs = self.vocabulary, Subwords(net.tokenizer)
+        if isinstance(ours, Subwords) and ours.same_as(theirs):
+            return
+        if not (trained and isinstance(ours, Subwords) and ours.keeps_numbers_of(theirs)):
             expected = f"{net.tokenizer}, or one with its tokens: the weights of {whose} know no others"
             raise BadInput("data.tokenizer", self.tokenizer, expected)
+        new, lost = ours.beyond(theirs), theirs.beyond(ours)
+        learned = f"learns {name_tokens(new)} at its rows for their numbers" if new else ""
+        left = f"is left without {name_tokens(lost)}" if lost else ""
+        self.say(f"{whose.strip('`')} {', and '.join(filter(None, (learned, left)))}, as {ours.name} has its tokens")

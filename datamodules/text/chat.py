@@ -27,6 +27,7 @@ from datamodules.text.python_help import PythonHelp
 from datamodules.text.token_files import VERSION, TokenFile, TokenizedTexts, is_writable, write_tokens
 from datamodules.text.vocabulary import Subwords, Vocabulary
 
+FEW = 1000  # conversations that are looked at
 EXAMPLE = 16  # tokens of the inputs with which nets are tried
 EVALUATED = ("validation", "test")
 FOLDER = ".apprentice"
@@ -146,6 +147,7 @@ class Chat(TextData):
                 self.say(f"{source}: reads {line}")
             if line := file.describe_left_out():
                 self.say(f"{source}: {line}")
+        self.say_left_out()
         if has_turns and not template.ends_turns():
             self.say("no special token ends a turn of this template: nets don't learn where a response ends")
         self._split()
@@ -165,6 +167,18 @@ class Chat(TextData):
             left, right = (sum(map(len, of)) for of in prompts)
             expected = f"{left:,} conversations in its tokens, too, not {right:,}: with a larger `data.max_length`"
             raise BadInput(flag, value, f"{expected} than {self.block_size} both have all")
+
+    def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
+        """Raise BadInput if the net's tokens are others, or its encoder can't tell where a prompt ends."""
+        super().check_net(net, whose, trained)
+        texts = self._texts("train")
+        if net.prompt_end is None:
+            return
+        for chosen in range(min(len(texts.places), FEW)):
+            prompt = texts.prompt(chosen)
+            if len(prompt) and not (prompt == net.prompt_end).any():
+                expected = f"a template whose prompts end with token {net.prompt_end}, at which {whose} parts a row"
+                raise BadInput("data.template", self.template or "of its own", expected)
 
     def _split(self) -> None:
         """Draw the parts; no prompt, and no group of a source's own, is in two of them."""
@@ -246,6 +260,9 @@ class Chat(TextData):
         if source.folder is not None and is_writable(beside := source.folder / FOLDER):
             return beside
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "apprentice"
+
+    def all_tokens(self) -> Iterable[np.ndarray]:
+        return [file.tokens for file in self._files]
 
     def fingerprint(self) -> Fingerprint:
         """Of the token files, whose names are hashes of what determines them, and of the places in them."""

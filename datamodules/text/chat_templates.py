@@ -329,6 +329,7 @@ class ChatTemplate:
             learned |= (begin <= starts) & (ends <= end) & (starts < end)
             cut += int((((starts < begin) & (begin < ends)) | ((starts < end) & (end < ends))).sum())
         tokens = np.array(encoded["input_ids"], np.int64)
+        self.vocabulary.check_rows(tokens, "data.path")
         return TokenizedConversation(tokens, learned, self._sizes(tokens, text, places), cut)
 
     def _sizes(self, tokens: np.ndarray, text: str, places: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A plain text for next-token prediction, cut into blocks."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -141,6 +141,10 @@ class Text(TextData):
             "test": consecutive_blocks(test, self.block_size),
         }
         self._tokens = {"train": training, "validation": validation, "test": test}
+        self.say_left_out()
+
+    def all_tokens(self) -> Iterable[np.ndarray]:
+        return [tokens.numpy() for tokens in self._tokens.values()]
 
     def fingerprint(self) -> Fingerprint:
         """Of the tokens, whatever the blocks into which they are cut."""
@@ -181,7 +185,7 @@ class Text(TextData):
         self.vocabulary = Vocabulary(text) if self.tokenizer is None else Subwords(self.tokenizer)
         kind, (begin, cut) = torch.uint8 if len(self.vocabulary) <= 256 else torch.int32, self._bounds(len(text))
         parts = text[:begin], text[begin:cut], text[cut:]
-        training, validation, test = (self.vocabulary.encode(part).to(kind) for part in parts)
+        training, validation, test = (self.vocabulary.encode(part, "data.path").to(kind) for part in parts)
         self._set_rates((training, validation, test), parts)
         return training, validation, test
 

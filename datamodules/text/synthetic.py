@@ -75,7 +75,7 @@ class SyntheticTexts(TextData):
     def num_classes(self) -> int:
         return self._num_tokens
 
-    def check_net(self, net: Any, whose: str) -> None:
+    def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
         """Take any net: tokens stand for nothing."""
 
     @property

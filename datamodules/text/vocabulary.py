@@ -1,7 +1,7 @@
 """What token numbers stand for: characters, bytes, or the tokens of a Hugging Face tokenizer."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from apprentice.errors import BadInput, reason
 from apprentice.extras import need
 
-SHOWN = 10  # unknown characters in a message
+SHOWN = 10  # unknown characters, or tokens, in a message
 
 
 class Vocabulary:
@@ -69,6 +69,12 @@ def _text(codes: np.ndarray) -> str:
 class Subwords:
     """The tokens of a Hugging Face tokenizer, by its name or folder; needs the extra `transformers`.
 
+    Where a model of the same name has fewer rows than there are tokens, as Gemma 3 of text alone, the last tokens are
+    left out: no text may have them.
+
+    Attributes:
+        left_out: these tokens' texts.
+
     Raises:
         BadInput: it can't be had.
     """
@@ -85,27 +91,76 @@ class Subwords:
             expected = f"a tokenizer of Hugging Face, by name or folder; it says: {reason(error)}"
             raise BadInput("data.tokenizer", name, expected) from None
         self.name, self.start = name, "\n"
+        rows = _rows_of_model(transformers, name)
+        self._size = min(len(self.tokenizer), rows) if rows else len(self.tokenizer)
+        numbers = self.tokenizer.get_vocab() if self._size < len(self.tokenizer) else {}
+        self.left_out = [text for text, number in numbers.items() if number >= self._size]
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each token, by its text."""
+        known = self.tokenizer.get_vocab()
+        return {text: known[text] for text in known.keys() - {*self.left_out}}
+
+    def added(self) -> set[str]:
+        """Return the texts of tokens that were added to the vocabulary, as special ones are."""
+        return {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+
+    def beyond(self, other: "Subwords") -> list[str]:
+        """Return the texts of the tokens that another tokenizer lacks."""
+        numbers = self.numbers()
+        return sorted(numbers.keys() - other.numbers().keys(), key=numbers.__getitem__)
+
+    def keeps_numbers_of(self, other: "Subwords") -> bool:
+        """Return whether another tokenizer differs in added tokens alone, and the rest have the same numbers."""
+        ours, theirs = self.numbers(), other.numbers()
+        if not ours.keys() ^ theirs.keys() <= self.added() | other.added():
+            return False
+        return all(ours[text] == theirs[text] for text in ours.keys() & theirs.keys())
 
     def content(self) -> str:
         """Return what determines its tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         whole = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        return f"{whole} {self.tokenizer.special_tokens_map}"
+        left_out = f" without {self.left_out}" if self.left_out else ""
+        return f"{whole} {self.tokenizer.special_tokens_map}{left_out}"
 
     def __len__(self) -> int:
-        return len(self.tokenizer)
+        return self._size
 
     def encode(self, text: str, flag: str = "prompt") -> Tensor:
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+        self.check_rows(tokens, flag)
+        return torch.from_numpy(tokens)
+
+    def check_rows(self, tokens: np.ndarray, flag: str) -> None:
+        """Raise BadInput for `flag` if tokens (n,) are among those that are left out."""
+        if self.left_out and len(beyond := tokens[tokens >= self._size]):
+            token = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+            raise BadInput(flag, token, f"texts without this token, for which the model {self.name} has no row")
 
     def same_as(self, other: "Subwords") -> bool:
-        return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+        return self.numbers() == other.numbers()
 
     def decode(self, tokens: Tensor) -> str:
         return str(self.tokenizer.decode(tokens.tolist()))
 
     def plain(self) -> dict[str, Any]:
         return {"tokenizer": self.name}
+
+
+def name_tokens(names: Sequence[str]) -> str:
+    """Write the texts of tokens, the first of many."""
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN:,} others" * (len(names) > SHOWN)
+
+
+def _rows_of_model(transformers: Any, name: str) -> int | None:
+    """Return the rows of the vocabulary of the model beside a tokenizer, if there is one."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - a folder of a tokenizer alone, or a model of a kind that is not known
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def vocabulary_of(plain: Mapping[str, Any]) -> "Vocabulary | Subwords":

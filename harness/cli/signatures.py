@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import pkgutil
 import types
 import typing
 from argparse import ArgumentError
@@ -15,7 +16,7 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace
 
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, first_line
 from harness.cli.messages import is_open, near_flag, words
 
 Missing = inspect.Parameter.empty  # the value of a required option that was not given
@@ -63,7 +64,7 @@ class Signature:
         for candidate in candidates if value is not None else ():
             with suppress(ArgumentError, ValueError, TypeError, LookupError):  # the last three by YAML as `!!int x`
                 return self._parser.parse_object({name: candidate}, defaults=False)[name]
-        raise BadInput(flag, "null" if value is None else value, words(hint))
+        raise BadInput(flag, "null" if value is None else value, words(hint) + _fault_of_path(value, hint))
 
     def alternatives(self, name: str) -> str:
         """Return what to take in place of an option that does not exist."""
@@ -113,6 +114,18 @@ def kinds_of(hint: Any) -> Iterator[Any]:
 def accepts_null(hint: Any) -> bool:
     """Return whether None is a value of this type."""
     return any(kind is type(None) or is_open(kind) for kind in kinds_of(hint))
+
+
+def _fault_of_path(path: Any, hint: Any) -> str:
+    """Say, as the end of a message, why a path is not that of a class or function as the type has it."""
+    origins = {typing.get_origin(kind) for kind in (hint, *typing.get_args(hint))}
+    if not ({type, Callable} & origins and isinstance(path, str) and "." in path):
+        return ""
+    try:
+        target = pkgutil.resolve_name(path)
+    except Exception as error:  # noqa: BLE001 - whatever a user's module does
+        return f"; {type(error).__name__}: {first_line(error)}"
+    return "; a function is annotated with what it returns" if inspect.isfunction(target) else "; it is of another kind"
 
 
 def _int_first(hint: Any) -> Any:

@@ -180,8 +180,11 @@ class Results(Header):
 
 
 def name_baseline(results: Results) -> str:
-    """Name what differences are to where rows of several nets have one of their own."""
-    return results.baselines[0] if len(results.baselines) == 1 else BASELINE
+    """Name what differences are to: where rows of several nets have one of their own, its variant."""
+    if len(results.baselines) == 1:
+        return results.baselines[0]
+    variants = {results.students[name].variant for name in results.baselines if name in results.students}
+    return (variants.pop() if len(variants) == 1 else None) or BASELINE
 
 
 def differences_to(baseline: str, students: Mapping[str, StudentResults], metric: Metric) -> dict[str, list[float]]:

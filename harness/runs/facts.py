@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Self
 
 import yaml
 
 from apprentice.errors import BadInput
 from datamodules.preparation import Preparation
-from lit_modules.nets.specs import to_plain
+from lit_modules.nets.specs import UnplainError, to_plain
 from lit_modules.tasks import TASKS
 
 Spec = dict[str, Any]
@@ -64,7 +65,13 @@ class NetFacts:
 def spec(net_class: str, arguments: Mapping[str, Any]) -> Spec:
     """Return what `net.yaml` holds: the class's import path and its arguments; BadInput if YAML can't hold one."""
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
-    plain |= {key: to_plain(value) for key, value in arguments.items() if isinstance(value, type)}
+    for key, value in arguments.items():
+        if isinstance(value, type | FunctionType):
+            try:
+                plain[key] = to_plain(value)
+            except UnplainError:
+                expected = "a class, or a function that is annotated to return an nn.Module, of a file's top level"
+                raise BadInput(key, getattr(value, "__name__", value), expected) from None
     try:
         yaml.safe_dump(plain)
     except yaml.YAMLError:

@@ -51,8 +51,7 @@ def progress(label: str, rest: Rest | None = None) -> Show:
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    A line begins with the label and has the accuracy, or another score, of each run: of validation, else of training.
-    Beside bits, in the first epoch, stands the training loss, in nats, which lines within an epoch have.
+    A line has the label and a score of each run, of validation, else of training; beside the first bits, the loss.
     """
 
     def __init__(self, label: str) -> None:

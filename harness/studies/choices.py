@@ -102,7 +102,8 @@ def net_spec(session: Session, key: str) -> Spec:
     values = cli.arguments(choice, key, **arguments)
     if issubclass(choice.target, Recorded):
         values = choice.target.rebuild_arguments(values)
-    chosen = spec(choice.class_path, values)
+    with cli.refusals(choice, key):
+        chosen = spec(choice.class_path, values)
     holder = "" if is_in_file(session.config, key) else task_class(session.data.task).net
     return spec(holder, {"net": chosen, "input_shape": session.data.input_shape}) if holder else chosen
 
@@ -232,7 +233,7 @@ def check_net(session: Session, key: str, trainer: Trainer, trained: bool = True
     session.origins[key] = Origin.of(net, bool(has_weights))
     if isinstance(net, Net):
         check_expects(data, net.expects, key)
-        data.check_net(net, f"`{key}`")
+        data.check_net(net, f"`{key}`", trained)
     if data.packs_samples:
         if isinstance(strategy, strategies.PipelineStrategy):
             raise BadInput("data.pack", True, "false with `trainer.strategy pipeline`, whose stages get tokens alone")

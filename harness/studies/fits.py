@@ -93,8 +93,8 @@ def fit(
                 if measure is None
                 else measure(plan, module, arm, part, outcome)
             )
-            is_replaced = spec["class_path"] != net_spec(session, arm.net)["class_path"]
-            if is_replaced and not is_from_teacher(session.config, arm.net):
+            chosen = net_spec(session, arm.net)["class_path"]
+            if spec["class_path"] != chosen and not is_from_teacher(session.config, arm.net):
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
                 _export(session, plan, module, arm, net, spec)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from apprentice import keyed
 from apprentice.batch import IGNORED
+from datamodules.base import InMemoryData
 from harness import cli
 from harness.runs.arm_names import choice_at
 from harness.runs.files import read_text, write_text
@@ -51,22 +52,23 @@ class FromTeachers:
             if not path.exists() and is_main_process():
                 with cli.refusals(choice, key):
                     say = _say_at_times(f"seed {seed} {key}: ")
-                    plan = keyed.with_seed(seed, lambda: chosen.choose(teacher, *self._texts(seed), say))
+                    texts = draw_texts(run.data, seed)
+                    plan = keyed.with_seed(seed, lambda: chosen.choose(teacher, *texts, say))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, yaml.safe_dump(plan._asdict(), default_flow_style=None))
             self.plans[seed, key] = chosen.plan_class(**yaml.safe_load(read_text(path)))
         if is_main_process():
             notice(f"seed {seed} {key}: {choice.name} {self.plans[seed, key]}; {path.relative_to(run.out)}")
 
-    def _texts(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Return tokens (b, T) and labels (b, T) of samples that the run trains on, drawn by the seed."""
-        data, count = self.run.data, 1
-        order = keyed.permutation(len(data.split("train").labels), seed, *b"pruning")
-        while True:
-            batch = data.samples("train", order[:count])
-            if count >= len(order) or int((batch.labels != IGNORED).sum()) >= MEASURED:
-                return batch.inputs, batch.labels
-            count += 1
+
+def draw_texts(data: InMemoryData, seed: int) -> tuple[Tensor, Tensor]:
+    """Return tokens (b, T) and labels (b, T) of samples that a run trains on, drawn by the seed."""
+    order, count = keyed.permutation(len(data.split("train").labels), seed, *b"pruning"), 1
+    while True:
+        batch = data.samples("train", order[:count])
+        if count >= len(order) or int((batch.labels != IGNORED).sum()) >= MEASURED:
+            return batch.inputs, batch.labels
+        count += 1
 
 
 def _say_at_times(start: str) -> Callable[[str], None]:

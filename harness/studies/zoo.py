@@ -6,7 +6,7 @@ from typing import Any
 
 from apprentice.errors import BadInput, reason
 from harness import cli
-from harness.cli.classes import Classes
+from harness.cli.classes import Classes, import_class
 from harness.cli.messages import one_line
 from harness.cli.signatures import Missing, options_of
 from harness.cli.sources import below
@@ -16,12 +16,21 @@ from harness.runs.quiet import notice
 from harness.studies.kinds import settings_by_task, task_of_choice
 from harness.studies.recipes import RECIPES
 from lit_modules import objectives
-from lit_modules.nets.outputs import CLASSES, KINDS, UNLABELLED
+from lit_modules.nets.outputs import CLASSES, KINDS, LABELS, UNLABELLED, VALUES
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.sum import Sum
 from lit_modules.tasks import task_class
 
 SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
+
+
+def task_of(flags: Mapping[str, Any]) -> str | None:
+    """Return the task by which methods are listed: `data.task`, or that of a class whose labels are no classes."""
+    task, data = flags.get("data.task"), str(flags.get("data", ""))
+    if task is not None or "." not in data:
+        return task
+    own = getattr(import_class(data, "data"), "task", None)
+    return own if own and outputs_of(own) in {LABELS, VALUES} else None
 
 
 def named(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:
@@ -32,14 +41,14 @@ def named(variants: Mapping[str, str], task: str | None = None) -> dict[str, str
     return {name: method for name, method in {**methods(variants, task, kinds), **short}.items() if name not in known}
 
 
-def recipes_of_one(variants: Mapping[str, str], task: str | None = None) -> dict[str, dict[str, Any]]:
-    """Return for each of these names the settings by which a run of a task has its method."""
-    return {name: {"variants": {name: method}} for name, method in named(variants, task).items()}
+def recipes_of_one(variants: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each of these names the settings by which a run of these flags' task has its method."""
+    return {name: {"variants": {name: method}} for name, method in named(variants, task_of(flags)).items()}
 
 
-def recipes_of_all(variants: Mapping[str, str], task: str | None = None) -> dict[Any, dict[str, Any]]:
-    """Return the settings by which a run of a task has all methods."""
-    return {True: {"variants": methods(variants, task)}}
+def recipes_of_all(variants: Mapping[str, str], flags: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Return the settings by which a run of these flags' task has all methods."""
+    return {True: {"variants": methods(variants, task_of(flags))}}
 
 
 def methods(

@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from lit_modules.nets.attention.latent import LatentAttention
     from lit_modules.nets.attention.linear import LinearAttention
     from lit_modules.nets.attention.masks import mask_texts
+    from lit_modules.nets.attention.mixer_cache import MixerCache
     from lit_modules.nets.attention.positions import Alibi, Rotary
     from lit_modules.nets.attention.softmax import SelfAttention
     from lit_modules.nets.base import Net, cast_inputs, check_fits, check_same_start, pipeline_stages, unwrap_logits
     from lit_modules.nets.batch_norm import globalise, has_no_running_statistics
     from lit_modules.nets.classes import class_order, classes_of, reorder_classes
+    from lit_modules.nets.encoder_decoder import EncoderDecoder
     from lit_modules.nets.ensemble import Ensemble
     from lit_modules.nets.fast_text import FastText
     from lit_modules.nets.from_teacher import FromTeacher
     from lit_modules.nets.gpt import GPT
     from lit_modules.nets.hugging_face import HuggingFace, HuggingFaceLM
     from lit_modules.nets.hugging_face_reranker import HuggingFaceReranker
+    from lit_modules.nets.hugging_face_seq2seq import HuggingFaceSeq2Seq
     from lit_modules.nets.hugging_face_text import HuggingFaceText
     from lit_modules.nets.layers import DEFAULT_LAYER, check_keeps_apart, find_stage, heads, layer, run
     from lit_modules.nets.maps import attention_maps
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from lit_modules.nets.pruned import Pruned
     from lit_modules.nets.resnet import ResNet
     from lit_modules.nets.rnn import RNNClassifier
+    from lit_modules.nets.served import Served
     from lit_modules.nets.shufflenet import ShuffleNetV1, ShuffleNetV2
     from lit_modules.nets.timm import Timm
     from lit_modules.nets.torchvision import Torchvision
@@ -54,6 +58,7 @@ MODULES = {
     "GatedLinearAttention": "attention.gated",
     "LatentAttention": "attention.latent",
     "LinearAttention": "attention.linear",
+    "MixerCache": "attention.mixer_cache",
     "Rotary": "attention.positions",
     "SelfAttention": "attention.softmax",
     "any_kernel": "attention.form",
@@ -70,12 +75,14 @@ MODULES = {
     "class_order": "classes",
     "classes_of": "classes",
     "reorder_classes": "classes",
+    "EncoderDecoder": "encoder_decoder",
     "Ensemble": "ensemble",
     "FromTeacher": "from_teacher",
     "GPT": "gpt",
     "HuggingFace": "hugging_face",
     "HuggingFaceLM": "hugging_face",
     "HuggingFaceReranker": "hugging_face_reranker",
+    "HuggingFaceSeq2Seq": "hugging_face_seq2seq",
     "HuggingFaceText": "hugging_face_text",
     "DEFAULT_LAYER": "layers",
     "check_keeps_apart": "layers",
@@ -94,6 +101,7 @@ MODULES = {
     "ResNet": "resnet",
     "RNNClassifier": "rnn",
     "FastText": "fast_text",
+    "Served": "served",
     "ShuffleNetV1": "shufflenet",
     "ShuffleNetV2": "shufflenet",
     "Timm": "timm",

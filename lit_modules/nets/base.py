@@ -46,6 +46,7 @@ class Net(Recorded, nn.Module):
             weights, or those of the head, are new.
         expects: `mean` and `std` of the images that its initial weights were trained on, if they were.
         tokenizer: name of the Hugging Face tokenizer that its initial weights were trained with, if they were.
+        prompt_end: the token that ends a prompt, of a language model whose encoder reads prompts.
     """
 
     feature_layer: str
@@ -64,6 +65,7 @@ class Net(Recorded, nn.Module):
     class_names: tuple[str, ...] | None = None
     expects: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     tokenizer: str | None = None
+    prompt_end: int | None = None
 
     @classmethod
     def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003

@@ -1,6 +1,7 @@
 """What the blocks of a transformer are made of: one set of options for `GPT`, `ViT` and what builds their blocks."""
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
@@ -8,25 +9,26 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import nn
 
 from apprentice.errors import BadInput
-from lit_modules.nets.attention.form import Backend
+from lit_modules.nets.attention.form import Backend, QKNorm
 from lit_modules.nets.attention.linear import FeatureMap
 from lit_modules.nets.mlps import TokenMLP
 from lit_modules.nets.norms import TokenNorm
 from lit_modules.nets.transformer import NormPlace
 
 MixerName = Literal["softmax", "latent", "differential", "linear", "gated", "delta", "windowed"]
-MakeMixer = type[nn.Module] | Callable[[int, int], nn.Module]  # from embed_dim and num_heads
+MakeMixer = type[nn.Module] | Callable[..., nn.Module]  # by embed_dim, num_heads or layer
 TokenPosition = Literal["learned", "rotary", "alibi"]
 Init = TypeVar("Init", bound=Callable[..., None])
 
 RECURRENT = ("linear", "gated", "delta")  # mixers with a state, which have an order of tokens by themselves
 UNORDERED = ("softmax", "linear")  # mixers of images
 MAPPED = ("linear", "windowed")  # mixers that have a feature map
-ROTARY = ("rope_base", "rope_scaling", "rope_fraction")  # options of rotary positions
+ROTARY = ("rope_base", "rope_scaling", "rope_fraction", "local_rope_base")  # options of rotary positions
 EXPERTS = ("experts", "top_k", "renormalise", "router_noise", "balance")
 SOFTMAX = (
     "num_kv_heads", "head_dim", "window", "sinks", "qk_norm", "softcap", "gate", "scale",
     "attention_dropout", "backend", "full_every", "qkv_bias", "rope_fraction", "nope_every",
+    "local_rope_base",
 )  # fmt: skip
 TAKEN = {  # of these by other mixers
     "latent": ("head_dim", "attention_dropout", "backend", "scale"),
@@ -50,8 +52,7 @@ class BlockOptions:
         backend: the attention kernel, see `SelfAttention`.
         mixer: what mixes tokens: softmax attention, latent (DeepSeek's, a compressed cache), differential, or linear,
             gated (GLA) or delta (Gated DeltaNet), whose state does not grow with the text, or windowed: softmax in a
-            window (64) and linear beyond it (LoLCATs). Or your own `TokenMixer`: a class, or a function, that makes
-            one from `embed_dim` and `num_heads`.
+            window (64) and linear beyond it (LoLCATs). Or a class or function of your own that makes a `TokenMixer`.
         softmax_every: beside another mixer, every n-th block has softmax attention; null for none.
         softmax_layers: beside another mixer, the blocks that have softmax attention; the first is 0.
         conv: width of the short convolution of linear, gated and delta, 0 for none; null: 4 of delta, 0 of the others.
@@ -64,18 +65,23 @@ class BlockOptions:
         rope_scaling: of rotary positions beyond the texts of pretraining, as transformers' `rope_parameters`.
         rope_fraction: of a head's width that rotary positions turn (Phi-4-mini: 0.75).
         nope_every: every n-th block has no positions; null for none (SmolLM3: 4).
+        local_rope_base: rotary positions' base, without `rope_scaling`, in blocks with a window; null for that of all
+            blocks (Gemma 3: 10000).
         window: a token attends to itself and the `window` - 1 before it; null for all.
         full_every: with a window, every n-th block attends to all tokens; null for none (Gemma 2: 2).
         sinks: with a window, a text's first tokens to which all attend.
         qkv_bias: whether queries, keys and values have a bias (Qwen2); null for `bias`.
-        qk_norm: whether queries and keys of each head are normed (Qwen3, ViT-22B).
+        qk_norm: whether queries and keys of each head are normed (Qwen3, ViT-22B); width: those of all heads at once
+            (OLMo 2).
         softcap: c of scores c · tanh(score / c) (Gemma 2: 50); null for none.
         gate: whether heads' outputs are multiplied by sigmoids of the token.
         scale: of scores; null for 1 / √head_dim.
         norm: layer norm or rms.
-        norm_place: pre, post (after each sum) or sandwich (before and after each part, Gemma 2).
+        norm_place: pre, post (after each sum), sandwich (before and after each part, Gemma 2) or after (after each
+            part, before the sum, OLMo 2).
+        layer_scale: first value of a factor for each channel of what a part adds (CaiT, DINOv2); null for none.
         norm_eps: epsilon of the norms.
-        unit_offset: RMS norms multiply by 1 + weight (Gemma).
+        unit_offset: RMS norms, those of `qk_norm` too, multiply by 1 + weight (Gemma).
         mlp: gelu, gelu_tanh (GPT-2's), swiglu (Llama), geglu (Gemma) or moe, a mixture of SwiGLU experts.
         hidden: width of the MLP, or of each expert; null: 4 D (ViT: `mlp_ratio` D), if gated 8 D / 3.
         experts: of a mixture.
@@ -108,16 +114,18 @@ class BlockOptions:
     rope_scaling: dict[str, Any] | None = None
     rope_fraction: float = 1.0
     nope_every: int | None = None
+    local_rope_base: float | None = None
     window: int | None = None
     full_every: int | None = None
     sinks: int = 0
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
     softcap: float | None = None
     gate: bool = False
     scale: float | None = None
     norm: TokenNorm = "layer"
     norm_place: NormPlace = "pre"
+    layer_scale: float | None = None
     norm_eps: float = 1e-5
     unit_offset: bool = False
     mlp: TokenMLP = "gelu"
@@ -141,7 +149,7 @@ class BlockOptions:
     @property
     def mixer_name(self) -> str:
         """The name of the mixer, or of the class or function that makes it."""
-        return self.mixer if isinstance(self.mixer, str) else getattr(self.mixer, "__name__", type(self.mixer).__name__)
+        return name_of(self.mixer)
 
     @property
     def is_hybrid(self) -> bool:
@@ -157,9 +165,10 @@ class BlockOptions:
         if self.position not in {*get_args(TokenPosition), None}:
             raise BadInput("position", self.position, "learned, rotary, alibi or null")
         if self.mixer not in get_args(MixerName) and not callable(self.mixer):
-            raise BadInput("mixer", self.mixer, f"one of {', '.join(get_args(MixerName))}")
+            expected = f"one of {', '.join(get_args(MixerName))}, or a class or function of your own"
+            raise BadInput("mixer", self.mixer, expected)
         if not self.causal and self.mixer not in UNORDERED:
-            raise BadInput("mixer", self.mixer, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
+            raise BadInput("mixer", self.mixer_name, f"{' or '.join(UNORDERED)}: others see earlier tokens alone")
         if self.softmax_every is not None and (self.mixer == "softmax" or self.softmax_every < 1):
             expected = "at least 1, beside a mixer such as linear; with softmax all layers are"
             raise BadInput("softmax_every", self.softmax_every, expected)
@@ -171,16 +180,12 @@ class BlockOptions:
             raise BadInput("feature_map", self.feature_map, f"null, or mixer={' or '.join(MAPPED)}")
         if self.full_every is not None and (self.window is None or self.full_every < 1):
             raise BadInput("full_every", self.full_every, "at least 1, beside a window")
-        if self.position != "rotary":
-            self._refuse_changed(ROTARY, "its default, but for position=rotary")
-        if self.nope_every is not None and (self.position not in {"rotary", "alibi"} or self.nope_every < 1):
-            raise BadInput("nope_every", self.nope_every, "at least 1, beside position=rotary or alibi")
         if self.mixer != "softmax" and not self.is_hybrid:
             names = tuple(name for name in SOFTMAX if name not in TAKEN.get(self.mixer_name, ()))
             self._refuse_changed(names, f"its default with mixer={self.mixer_name}: it is of softmax attention")
         if self.mixer == "windowed":
             expected = "its default with mixer=windowed: blocks of softmax see all"
-            self._refuse_changed(("full_every", "sinks"), expected)
+            self._refuse_changed(("full_every", "sinks", "local_rope_base"), expected)
 
     def _check_softmax_layers(self, layers: Sequence[int]) -> None:
         if self.mixer == "softmax" or self.softmax_every is not None:
@@ -189,6 +194,12 @@ class BlockOptions:
             raise BadInput("softmax_layers", [*layers], "numbers of blocks in their order, each once, the first is 0")
 
     def _check_position(self) -> None:
+        if self.local_rope_base is not None and (self.window is None or not 1 < self.local_rope_base < math.inf):
+            raise BadInput("local_rope_base", self.local_rope_base, "more than 1, beside a window")
+        if self.position != "rotary":
+            self._refuse_changed(ROTARY, "its default, but for position=rotary")
+        if self.nope_every is not None and (self.position not in {"rotary", "alibi"} or self.nope_every < 1):
+            raise BadInput("nope_every", self.nope_every, "at least 1, beside position=rotary or alibi")
         if self.mixer in RECURRENT and not self.is_hybrid and self.position in {"rotary", "alibi"}:
             why = "which has an order of tokens by itself" if self.causal else "which has no scores of pairs"
             raise BadInput("position", self.position, f"learned or null with mixer={self.mixer}, {why}")
@@ -203,6 +214,12 @@ class BlockOptions:
         for name in names:
             if getattr(self, name) != getattr(type(self), name):
                 raise BadInput(name, getattr(self, name), expected)
+
+
+def name_of(mixer: object) -> str:
+    """Return the name of a mixer, or of the class or function that makes it."""
+    made_by = getattr(mixer, "func", mixer)  # of a functools.partial
+    return mixer if isinstance(mixer, str) else getattr(made_by, "__name__", type(mixer).__name__)
 
 
 def takes_block_options(without: Collection[str] = ()) -> Callable[[Init], Init]:

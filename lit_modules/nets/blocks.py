@@ -8,7 +8,7 @@ from lit_modules.nets.base import check_sizes
 from lit_modules.nets.block_options import BlockOptions
 from lit_modules.nets.mixers import make_mixer
 from lit_modules.nets.mlps import MixtureOfExperts, token_mlp
-from lit_modules.nets.norms import RMSNorm, token_norm
+from lit_modules.nets.norms import token_norm
 from lit_modules.nets.transformer import Block
 
 
@@ -22,13 +22,10 @@ def block_arguments(options: BlockOptions, number: int) -> dict[str, Any]:
     o = options
     check_sizes(mlp_ratio=o.mlp_ratio)
     mixer = make_mixer(o, number)
-    for name in ("q_norm", "k_norm"):
-        if o.norm == "rms" and isinstance(head_norm := getattr(mixer, name, None), RMSNorm):
-            head_norm.eps = o.norm_eps
     return {
         "attention": mixer, "mlp_ratio": o.mlp_ratio, "dropout": o.dropout, "bias": o.bias, "layer": 1 + 2 * number,
         "norm_eps": o.norm_eps, "mlp": make_mlp(o, number), "make_norm": lambda: make_norm(o),
-        "norm_place": o.norm_place,
+        "norm_place": o.norm_place, "layer_scale": o.layer_scale,
     }  # fmt: skip
 
 

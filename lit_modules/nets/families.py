@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from apprentice.errors import BadInput
-from lit_modules.nets.family_weights import GEMMA_NAMES, GPT2_NAMES, LLAMA_NAMES, MOE_NAMES, PHI_NAMES, Names
+from lit_modules.nets.family_weights import (
+    GEMMA_NAMES,
+    GPT2_NAMES,
+    LLAMA_NAMES,
+    MOE_NAMES,
+    OLMO_NAMES,
+    PHI_NAMES,
+    Names,
+)
 from lit_modules.nets.mlps import gated_width
 
 Settings = dict[str, Any]  # options of GPT
@@ -53,6 +61,8 @@ def _read_llama(config: Any) -> Settings:
     """What Llama and its descendants share."""
     bias, rope = getattr(config, "attention_bias", False), _read_rope(config)
     _expect(config, mlp_bias=(bias,), hidden_act=("silu",), use_bidirectional_attention=(None, False))
+    if rope["rope_fraction"] != 1 and config.model_type != "phi3":  # others turn whole heads, whatever it says
+        raise BadInput("model.config.rope_parameters.partial_rotary_factor", rope["rope_fraction"], "1")
     return {
         "vocab_size": config.vocab_size, "block_size": config.max_position_embeddings,
         "num_layers": config.num_hidden_layers, "num_heads": config.num_attention_heads,
@@ -74,6 +84,12 @@ def _write_llama(settings: Settings) -> Settings:
         "tie_word_embeddings": settings["tie_weights"], "attention_dropout": settings["attention_dropout"],
         "rms_norm_eps": settings["norm_eps"],
     }  # fmt: skip
+
+
+def _without_bias(settings: Settings) -> Settings:
+    """Mistral's MLPs have no bias in any setting, and a family's default has none."""
+    written = _write_llama(settings)
+    return {key: value for key, value in written.items() if key not in {"attention_bias", "mlp_bias"}}
 
 
 def _read_mistral(config: Any) -> Settings:
@@ -174,12 +190,38 @@ def _write_gemma2(settings: Settings) -> Settings:
     }  # fmt: skip
 
 
+def _read_gemma3(config: Any) -> Settings:
+    _expect(config, attn_logit_softcapping=(None,))  # which transformers does not apply
+    ropes = config.rope_parameters
+    settings = _read_gemma2(_Renamed(config, rope_parameters=ropes["full_attention"])) | {"qk_norm": True}
+    local = _read_rope(_Renamed(config, rope_parameters=ropes["sliding_attention"]))
+    if settings["window"] is None or local.items() <= settings.items():
+        return settings
+    if local["rope_scaling"] is not None or local["rope_fraction"] != 1:
+        raise BadInput("model.config.rope_parameters.sliding_attention", ropes["sliding_attention"], "rope_theta alone")
+    return settings | {"local_rope_base": local["rope_base"]}
+
+
+def _write_gemma3(settings: Settings) -> Settings:
+    written, local = _write_gemma2(settings), settings["local_rope_base"]
+    rope = written["rope_parameters"]
+    ropes = {"full_attention": rope, "sliding_attention": {**rope} if local is None else {"rope_theta": local}}
+    return written | {"rope_parameters": ropes, "attn_logit_softcapping": None}
+
+
+def _read_olmo2(config: Any) -> Settings:
+    _expect(config, attention_bias=(False,))
+    return _read_llama(config) | {"norm_place": "after", "qk_norm": "width"}
+
+
 FAMILIES = {
     "gpt2": Family("GPT2Config", GPT2_NAMES, _read_gpt2, _write_gpt2),
     "llama": Family("LlamaConfig", LLAMA_NAMES, _read_llama, _write_llama),
     "mistral": Family("MistralConfig", LLAMA_NAMES, _read_mistral, _write_mistral),
     "qwen3": Family("Qwen3Config", LLAMA_NAMES, _read_qwen3, _write_qwen3),
     "gemma2": Family("Gemma2Config", GEMMA_NAMES, _read_gemma2, _write_gemma2),
+    "gemma3_text": Family("Gemma3TextConfig", GEMMA_NAMES, _read_gemma3, _write_gemma3),
+    "olmo2": Family("Olmo2Config", OLMO_NAMES, _read_olmo2, _without_bias),
     "qwen2": Family("Qwen2Config", LLAMA_NAMES, _read_qwen2, _write_qwen3),
     "phi3": Family("Phi3Config", PHI_NAMES, _read_phi3, _write_phi3),
     "smollm3": Family("SmolLM3Config", LLAMA_NAMES, _read_smollm3, _write_smollm3),
@@ -197,12 +239,6 @@ class _Renamed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
-
-
-def _without_bias(settings: Settings) -> Settings:
-    """Mistral's MLPs have no bias in any setting, and a family's default has none."""
-    written = _write_llama(settings)
-    return {key: value for key, value in written.items() if key not in {"attention_bias", "mlp_bias"}}
 
 
 def _read_rope(config: Any) -> Settings:
@@ -272,6 +308,8 @@ def complete(settings: Settings, defaults: Settings) -> Settings:
     full["scale"] = full["scale"] or full["head_dim"] ** -0.5
     full["hidden"] = full["hidden"] or (4 * width if full["mlp"] in {"gelu", "gelu_tanh"} else gated_width(width))
     full["qkv_bias"] = full["bias"] if full["qkv_bias"] is None else full["qkv_bias"]
+    if full["local_rope_base"] == full["rope_base"] and full["rope_scaling"] is None:
+        full["local_rope_base"] = None
     for every in ("full_every", "nope_every"):
         if full[every] is not None and full[every] > full["num_layers"]:
             full[every] = None

@@ -22,7 +22,7 @@ class Names(NamedTuple):
     """The names of GPT's layers in a family; several are joined by a space."""
 
     outside: Mapping[str, str]
-    blocks: str  # what stands before a block's number
+    blocks: str  # what stands before a block's number, with a dot at its end if there is one
     inside: Mapping[str, str]
     transposed: tuple[str, ...] = ()  # layers whose weight is (in, out)
 
@@ -37,13 +37,15 @@ class Names(NamedTuple):
 
     def _group(self, key: str) -> Group:
         layer, _, kind = key.rpartition(".")
+        if key in self.outside:
+            return Group([key], self.outside[key].split(), 1)
         if not layer.startswith("blocks."):
             return Group([key], [f"{self.outside[layer]}.{kind}"], 0)
         _, number, path = key.split(".", 2)
         for ours, theirs in self.inside.items():
             for name in ours.split():
                 if path == name or path.rpartition(".")[0] == name:
-                    rest, prefix = path.removeprefix(name), f"{self.blocks}.{number}."
+                    rest, prefix = path.removeprefix(name), f"{self.blocks}{number}."
                     return Group(
                         [f"blocks.{number}.{x}{rest}" for x in ours.split()],
                         [f"{prefix}{x}{rest}" for x in theirs.split()],
@@ -56,14 +58,14 @@ class Names(NamedTuple):
 GPT2_NAMES = Names(
     {"embedding.tokens": "transformer.wte", "embedding.positions": "transformer.wpe", "norm": "transformer.ln_f",
      "head": "lm_head"},
-    "transformer.h",
+    "transformer.h.",
     {"norm1": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "norm2": "ln_2",
      "mlp.0": "mlp.c_fc", "mlp.2": "mlp.c_proj"},
     ("attention.qkv", "attention.out", "mlp.0", "mlp.2"),
 )  # fmt: skip
 LLAMA_NAMES = Names(
     {"embedding.tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
-    "model.layers",
+    "model.layers.",
     {"norm1": "input_layernorm", "norm2": "post_attention_layernorm",
      "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention.out": "self_attn.o_proj",
      "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
@@ -74,6 +76,11 @@ GEMMA_NAMES = LLAMA_NAMES._replace(
     inside={
         **LLAMA_NAMES.inside, "norm1_after": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
         "norm2_after": "post_feedforward_layernorm",
+    }
+)  # fmt: skip
+OLMO_NAMES = LLAMA_NAMES._replace(
+    inside={
+        **LLAMA_NAMES.inside, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm",
     }
 )  # fmt: skip
 PHI_NAMES = LLAMA_NAMES._replace(

@@ -1,5 +1,6 @@
 """Texts that language models write: each token is drawn by a key, so that it depends on no other text."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from apprentice import keyed
 from apprentice.errors import BadInput, reason
 from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.base import evaluating
+from lit_modules.nets.layers import PLACES
 
 Decoder = Callable[[Tensor], Tensor]  # the next tokens (b, t), t > 0 -> logits (b, V) after the last of them
 # Of log-probabilities, between a decoder and one pass; in 16 bits, roundings of the largest logit.
@@ -67,6 +69,64 @@ class Generated(NamedTuple):
     lengths: Tensor  # (b,) int64, the tokens of each row, its end token among them; 0 where there was no room
 
 
+class CachedDecoder:
+    """Computes a net's next logits by caches of its layers, whose texts may be reordered (beams) and cut (drafts).
+
+    Args:
+        compute: tokens (b, t), their first place, the padding and the caches to what the head reads, (b, t, D).
+        head: that to logits, (..., D) to (..., V).
+        caches: of the layers, see `MixerCache`.
+        padding: (b,) int64, tokens before the first of each text; None for none.
+
+    Attributes:
+        length: tokens seen, padding among them.
+    """
+
+    def __init__(
+        self, compute: Callable[..., Tensor], head: Callable[[Tensor], Tensor], caches: Sequence[Any],
+        padding: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.compute, self.head, self.caches, self.padding, self.length = compute, head, caches, padding, 0
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return logits (b, V) after the last of tokens (b, t), which follow those that were seen."""
+        return self.head(self._append(tokens)[:, -1])
+
+    def every(self, tokens: Tensor) -> Tensor:
+        """Return logits (b, t, V) after each of tokens (b, t), which follow those that were seen: to check a draft."""
+        return self.head(self._append(tokens))
+
+    def _append(self, tokens: Tensor) -> Tensor:
+        x = self.compute(tokens, self.length, self.padding, self.caches)
+        self.length += tokens.shape[1]
+        return x
+
+    def reorder(self, rows: Tensor) -> None:
+        """Go on with the texts of these numbers (b,) int64: some may be left out, repeated or in another order."""
+        self._change("reorder", rows)
+        self.padding = None if self.padding is None else self.padding[rows]
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens alone, padding among them; BadInput if some layer can't take tokens back."""
+        self._change("crop", length)
+        self.length = length
+
+    def _change(self, method: str, value: Any) -> None:
+        """Call a method of all caches, or change none; BadInput if one, of a user's mixer, has no such method."""
+        changed = [copy.copy(cache) for cache in self.caches]
+        for cache in changed:
+            if not hasattr(cache, method):
+                raise BadInput("cache", type(cache).__name__, f"one with {method}(), as MixerCache has")
+            getattr(cache, method)(value)
+        self.caches = changed
+
+
+def longest_text(net: nn.Module | None) -> int | None:
+    """Return the most tokens that a net's texts can have: its `longest_text` if it has one, else its `block_size`."""
+    longest: int | None = getattr(net, "longest_text", getattr(net, "block_size", None))
+    return longest
+
+
 def row_keys(samples: Tensor, *keys: int) -> Tensor:
     """Return keys (b,) of `generate` for the samples (b,) int64, such as places in a set, by keys as seed and step."""
     return keyed.bits(keyed.fold_in(*keys), samples)[:, 0]
@@ -83,7 +143,7 @@ def generate(
     one.
 
     Args:
-        net: tokens to logits; texts do not grow beyond its `block_size`, if it has one that is not None.
+        net: tokens to logits; texts do not grow beyond its `longest_text`.
         prompts: (b, T) integers, padded on the right with any tokens.
         lengths: (b,) of the prompts; a row of 0 stays without a response.
         max_new_tokens: N, of each row at most.
@@ -93,7 +153,7 @@ def generate(
         cached: whether to use the net's decoder.
     """
     sampling = sampling or Sampling()
-    longest = getattr(net, "block_size", None)
+    longest = longest_text(net)
     room = torch.full_like(lengths, max_new_tokens)
     if longest is not None:
         room = room.minimum(longest - lengths)
@@ -142,10 +202,10 @@ def _write(
 def _decoder(net: nn.Module, capacity: int, padding: Tensor | None, cached: bool = True) -> Decoder:
     make: Any = getattr(net, "decoder", None) if cached else None
     decoder: Decoder | None = None if make is None else make(capacity, padding)
-    return decoder or _Recomputing(net, padding)
+    return decoder or Recomputing(net, padding)
 
 
-class _Recomputing:
+class Recomputing:
     """A decoder for any net: all tokens again, padded on the right."""
 
     def __init__(self, net: nn.Module, padding: Tensor | None) -> None:
@@ -158,7 +218,7 @@ class _Recomputing:
         if self.padding is not None:
             places = torch.arange(text.shape[1], device=text.device) + self.padding[:, None]
             text, last = text.gather(1, places.clamp(max=text.shape[1] - 1)), last - self.padding
-        longest = getattr(self.net, "block_size", None) or text.shape[1]  # rows that have ended may be beyond it
+        longest = longest_text(self.net) or text.shape[1]  # rows that have ended may be beyond it
         logits: Tensor = self.net(text[:, :longest])
         return logits[torch.arange(len(text)), last.clamp(max=longest - 1)]
 
@@ -185,9 +245,15 @@ def check_writer(net: nn.Module, flag: str = "net", padded: bool = True) -> None
         except Exception as error:  # noqa: BLE001 - whatever a user's mixer does with a cache
             raise BadInput(flag, name, f"a net that continues texts; it says: {reason(error)}") from None
         expected = net(torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]], device=device))
+    # Both may be -inf, of a token that the net lacks.
+    largest, again = float(logits.masked_fill(logits == -math.inf, 0.0).abs().max()), expected[:, :3]
+    rounding = ROUNDINGS * torch.finfo(logits.dtype).eps
+    if not (again - logits).where(again != logits, 0.0).abs().max() <= max(PLACES, rounding) * largest:
+        raise BadInput(flag, name, "a language model: what it gives for a token depends on no later ones")
     ends = [int(length) - 1 for length in lengths]
     pairs = [(first, expected[[0, 1], ends]), (second, expected[[0, 1], [end + 1 for end in ends]])]
-    errors = [(widen(a).log_softmax(-1) - widen(b).log_softmax(-1)).abs().max() for a, b in pairs]
-    if not max(errors) < max(TOLERANCE, ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max())):
+    log_p = [(widen(a).log_softmax(-1), widen(b).log_softmax(-1)) for a, b in pairs]
+    errors = [(a - b).where(a != b, 0.0).abs().max() for a, b in log_p]
+    if not max(errors) < max(TOLERANCE, rounding * largest):
         of_texts = "of padded texts " if padded else ""
         raise BadInput(flag, name, f"a model whose cached keys and values {of_texts}give the logits of one pass")

@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from lit_modules.nets.block_options import BlockOptions, takes_block_options
 from lit_modules.nets.blocks import make_block, make_last_norm
 from lit_modules.nets.families import FAMILIES, family_of, fit_family
 from lit_modules.nets.family_weights import from_family, to_family
-from lit_modules.nets.generation import Decoder, Sampling, generate, row_keys
-from lit_modules.nets.mixers import CachedMixer, MeasuredMixer
+from lit_modules.nets.generation import CachedDecoder, Sampling, generate, row_keys
+from lit_modules.nets.mixers import CachedMixer, MeasuredMixer, check_mixer
 from lit_modules.nets.mlps import MixtureOfExperts
 from lit_modules.nets.transformer import Transformer
 from lit_modules.nets.transformers_models import import_transformers
@@ -34,7 +33,8 @@ class GPT(Transformer):
 
     Args:
         vocab_size: V, number of tokens.
-        block_size: the longest text, in tokens.
+        block_size: the longest text, in tokens; of a net whose mixers have a state, without learned positions or
+            softmax attention, of those that it is trained on: others may be longer.
         num_layers: blocks, at least 1.
         num_heads: attention heads of a block, a divisor of `embed_dim`.
         embed_dim: D, width of tokens.
@@ -76,13 +76,18 @@ class GPT(Transformer):
         self.block_size, self.tie_weights = block_size, tie_weights
         places = block_size if parts.position == "learned" else 0
         factor = math.sqrt(embed_dim) if scale_embedding else 1.0
-        self.embedding = _Embedding(vocab_size, block_size, places, embed_dim, dropout, factor)
+        self.embedding = TokenEmbedding(vocab_size, block_size, places, embed_dim, dropout, factor)
         self.blocks = nn.ModuleList(make_block(parts, number) for number in range(num_layers))
         self.stages = tuple(f"blocks.{number}" for number in range(num_layers))
+        is_endless = not places and all(getattr(mixer, "has_state", False) for mixer in self._mixers)
+        self.longest_text = self.embedding.longest_text = None if is_endless else block_size
         self.norm = make_last_norm(parts)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         self.cap = None if final_softcap is None else SoftCap(final_softcap)
         self._draw_weights(num_layers)
+        for number, mixer in enumerate(self._mixers):
+            if callable(parts.mixer) and not parts.has_softmax(number):
+                check_mixer(mixer, embed_dim)
         if tie_weights:
             self.head.weight = self.embedding.tokens.weight
 
@@ -145,7 +150,7 @@ class GPT(Transformer):
                 nn.init.normal_(parameter, std=STD / math.sqrt(2 * num_layers))
 
     def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T), whole numbers; BadInput for others, or more than the block size.
+        """Logits (B, T, V) of tokens (B, T), whole numbers; BadInput for others, or more than `longest_text`.
 
         Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
         texts don't attend to one another.
@@ -183,12 +188,12 @@ class GPT(Transformer):
         seed: int = 0,
         cached: bool = True,
     ) -> Tensor:
-        """Continue prompts, at most up to the block size.
+        """Continue prompts, at most up to the longest text.
 
         Draws depend on seed, row and position alone, so other rows change a row by rounding only.
 
         Args:
-            tokens: (B, t) integers, the prompts, 1 to `block_size` tokens.
+            tokens: (B, t) integers, the prompts, 1 to `longest_text` tokens.
             length: new tokens at most; default: up to the block size.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: draw from this many of the likeliest tokens; default: from all.
@@ -199,21 +204,24 @@ class GPT(Transformer):
             (B, t + new) int64, prompts included.
 
         Raises:
-            BadInput: a prompt is empty or longer than the block, or an option's value can't be used.
+            BadInput: a prompt is empty or too long, or an option's value can't be used.
         """
         if length is not None and length < 0:
             raise BadInput("length", length, "0 or more tokens")
         check_tokens(tokens)
         sampling, tokens, (rows, start) = Sampling(temperature, top_k), tokens.long(), tokens.shape
-        room = self.block_size - start
-        if not start or room < 0:
-            raise BadInput("tokens", tuple(tokens.shape), f"prompts of 1 to {self.block_size} tokens")
-        keys = row_keys(torch.arange(rows, device=tokens.device), seed)
-        count, lengths = room if length is None else min(room, length), tokens.new_full((rows,), start)
-        written = generate(self, tokens, lengths, count, keys, sampling, cached=cached).tokens
+        longest = self.longest_text
+        if not start or (longest is not None and start > longest):
+            expected = "prompts of 1 token or more" if longest is None else f"prompts of 1 to {longest} tokens"
+            raise BadInput("tokens", tuple(tokens.shape), expected)
+        room = max(self.block_size - start, 0)
+        if length is not None:
+            room = length if longest is None else min(room, length)
+        keys, lengths = row_keys(torch.arange(rows, device=tokens.device), seed), tokens.new_full((rows,), start)
+        written = generate(self, tokens, lengths, room, keys, sampling, cached=cached).tokens
         return torch.cat([tokens, written], 1)
 
-    def decoder(self, capacity: int, padding: Tensor | None) -> Decoder | None:
+    def decoder(self, capacity: int, padding: Tensor | None) -> CachedDecoder | None:
         """Return what `generate` of `lit_modules.nets.generation` asks for the next logits.
 
         None if a mixer, one of your own, has no `new_cache`.
@@ -221,7 +229,8 @@ class GPT(Transformer):
         mixers = [mixer for mixer in self._mixers if isinstance(mixer, CachedMixer)]
         if len(mixers) < len(self._mixers):
             return None
-        return partial(self._last, caches=[mixer.new_cache(capacity, padding) for mixer in mixers])
+        caches = [mixer.new_cache(capacity, padding) for mixer in mixers]
+        return CachedDecoder(self._continue, self._logits, caches, padding)
 
     @property
     def _mixers(self) -> list[Any]:
@@ -234,34 +243,35 @@ class GPT(Transformer):
             return None
         return sum(mixer.cache_bytes(tokens, element_size) for mixer in mixers)
 
-    def _last(self, tokens: Tensor, caches: Sequence[Any]) -> Tensor:
-        """Compute logits (B, V) after the last of tokens (B, T), which follow any cached ones."""
-        start, padding = caches[0].length, caches[0].padding
-        x = self.embedding(tokens, start, padding)
+    def _continue(self, tokens: Tensor, start: int, padding: Tensor | None, caches: Sequence[Any]) -> Tensor:
+        """Compute what the last norm reads, (B, T, D), of tokens (B, T) from `start` on, which follow cached ones."""
+        x: Tensor = self.embedding(tokens, start, padding)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, cache)
-        return self._logits(x[:, -1])
+        return x
 
 
-class _Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Tokens as vectors times a factor, with learned positions if there are places for them."""
 
     def __init__(
-        self, vocab_size: int, block_size: int, places: int, embed_dim: int, dropout: float, factor: float
-    ) -> None:
+        self, vocab_size: int, block_size: int, places: int, embed_dim: int, dropout: float, factor: float = 1.0,
+        layer: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.block_size, self.factor = block_size, factor
+        self.longest_text: int | None = block_size
         self.tokens = nn.Embedding(vocab_size, embed_dim)
         self.positions = nn.Embedding(places, embed_dim) if places else None
-        self.noise = Dropout(dropout, 0)
+        self.noise = Dropout(dropout, layer)
 
     def forward(
         self, tokens: Tensor, start: int = 0, padding: Tensor | None = None, starts: Tensor | None = None
     ) -> Tensor:
         """(B, T) -> (B, T, D), the first token at `start`, less a text's `padding` (B,), or `starts` (B, T)."""
         end = start + tokens.shape[1]
-        if end > self.block_size and padding is None:
-            raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {self.block_size}, the block size")
+        if self.longest_text is not None and end > self.longest_text and padding is None:
+            raise BadInput("tokens", tuple(tokens.shape), f"texts of at most {self.longest_text}, the block size")
         x: Tensor = self.tokens(tokens.long())
         if self.factor != 1:
             x = x * torch.tensor(self.factor, dtype=x.dtype)  # rounded to the type of the weights, as Gemma's

@@ -1,5 +1,6 @@
 """Models of transformers by name or from a folder (T. Wolf et al. 2020, "Transformers"), an optional dependency."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from lit_modules.nets.hugging_face_encoder import (
     pool_tokens,
 )
 from lit_modules.nets.layers import observe
+from lit_modules.nets.shared_tokens import SharedTokens
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.transformers_models import SAFE, change_config, find_block_paths, import_transformers, load_model
 from lit_modules.nets.weights import load_backbone
@@ -148,6 +150,7 @@ class HuggingFaceLM(Net):
 
     untrained = MappingProxyType({"pretrained": False})
     trained_if = "pretrained"
+    shared_tokens: SharedTokens | None = None  # of a model that is asked in another tokenizer's tokens
 
     @classmethod
     def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:
@@ -204,7 +207,12 @@ class HuggingFaceLM(Net):
         Of rows with several texts, `starts` (B, T) has the place of each token's first one: it is at position 0, and
         texts don't attend to one another. BadInput if the model can't do so.
         """
+        return self.order(self.row_logits(tokens, starts))
+
+    def row_logits(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Logits (B, T, rows) of all rows of the model's vocabulary, also of those that stand for no token."""
         check_tokens(tokens, starts)
+        tokens = tokens if self.shared_tokens is None else self.shared_tokens.read(tokens)
         options: dict[str, Tensor] = {}
         if self._takes_positions:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -218,11 +226,25 @@ class HuggingFaceLM(Net):
             apart = torch.zeros((), dtype=kind, device=tokens.device)
             options["attention_mask"] = apart.where(mask_texts(starts), torch.finfo(kind).min)
         logits: Tensor = self.model(input_ids=tokens.long(), use_cache=False, **options).logits
-        return logits[..., : self.vocab_size]
+        return logits
+
+    def order(self, logits: Tensor) -> Tensor:
+        """Return the logits (..., V) of the data's tokens, of those of all rows."""
+        return logits[..., : self.vocab_size] if self.shared_tokens is None else self.shared_tokens.order(logits)
 
     def decoder(self, capacity: int, padding: Tensor | None) -> Decoder:
         """Return what `generate` of `lit_modules.nets.generation` asks for the next logits."""
-        return Past(self.model, self.vocab_size, self.block_size, padding)
+        past = Past(self.model, self.order, self.block_size, padding)
+        if (shared := self.shared_tokens) is None:
+            return past
+        return lambda tokens: past(shared.read(tokens))
+
+    def in_tokens(self, vocab_size: int, shared: SharedTokens | None) -> "HuggingFaceLM":
+        """Return this net, with the same weights, for V tokens of another tokenizer, or of its own numbers."""
+        net = copy.copy(self)
+        net.vocab_size, net.shared_tokens = vocab_size, shared
+        net.init_args = {**self.init_args, "vocab_size": vocab_size}
+        return net
 
 
 class Past:
@@ -230,13 +252,15 @@ class Past:
 
     Args:
         model: of transformers.
-        vocab_size: of the logits.
+        order: from its logits to those of the data's tokens.
         block_size: positions that the model has, if these end.
         padding: (b,) int64, tokens before the first of each text; None for none.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int, block_size: int | None, padding: Tensor | None) -> None:
-        self.model, self.vocab_size, self.padding = model, vocab_size, padding
+    def __init__(
+        self, model: nn.Module, order: Callable[[Tensor], Tensor], block_size: int | None, padding: Tensor | None
+    ) -> None:
+        self.model, self.order, self.padding = model, order, padding
         self.last_place = None if block_size is None else block_size - 1
         self.length, self.past = 0, None
         self.accepts = inspect.signature(model.forward).parameters
@@ -255,8 +279,7 @@ class Past:
             options["logits_to_keep"] = 1
         output = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True, **options)
         self.past = output.past_key_values
-        logits: Tensor = output.logits[:, -1, : self.vocab_size]
-        return logits
+        return self.order(output.logits[:, -1])
 
 
 class Layers(NamedTuple):

@@ -129,7 +129,7 @@ def build_model(
     with import_transformers(name, "an encoder of texts") as transformers:
         config = transformers.AutoConfig.from_pretrained(name, **SAFE, **options)
         change_config(config, changes or {})
-        rates, model_class = _set_dropout(config, dropout), getattr(transformers, kind)
+        rates, model_class = set_dropout(config, dropout), getattr(transformers, kind)
         if pretrained:
             model, missing = load_model(model_class, name, config=config)
         else:
@@ -144,7 +144,7 @@ def build_model(
     return model.train()
 
 
-def _set_dropout(config: Any, rate: float) -> dict[str, float]:
+def set_dropout(config: Any, rate: float) -> dict[str, float]:
     """Set the rates of dropout in a configuration, and none in attention, whose masks would be of pairs of tokens.
 
     Return those that it had.

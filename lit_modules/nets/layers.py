@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apprentice import keyed
-from apprentice.errors import BadInput
+from apprentice.errors import BadInput, reason
 from apprentice.private import tree_map_only
 from lit_modules.nets.base import cast_inputs, evaluating, is_chain
 from lit_modules.nets.outputs import Outputs
@@ -127,10 +127,14 @@ def check_keeps_apart(net: nn.Module, flag: str) -> None:
     tokens, other = torch.tensor([[1, 2, 0, 3, 1]] * 2), torch.tensor([[3, 0, 0, 3, 1]] * 2)
     starts = torch.tensor([[0, 0, 2, 2, 2]] * 2)
     kind = type(net).__name__
+    unable = f"false: {kind}, chosen by `{flag}`, can't keep apart the texts of a row"
     if "starts" not in inspect.signature(net.forward).parameters:
-        raise BadInput("data.pack", True, f"false: {kind}, chosen by `{flag}`, can't keep apart the texts of a row")
+        raise BadInput("data.pack", True, unable)
     with evaluating(net):
-        packed, beside_other = (net(texts, starts)[:, 2:] for texts in (tokens, other))
+        try:
+            packed, beside_other = (net(texts, starts)[:, 2:] for texts in (tokens, other))
+        except TypeError as error:  # of a user's mixer that takes no mask
+            raise BadInput("data.pack", True, f"{unable}; it says: {reason(error)}") from None
         alone = net(tokens[:, 2:])
     # A net that is new has logits of nearly the same size for all texts: what is mixed shows beside the rounding alone.
     rounding = ROUNDINGS * torch.finfo(alone.dtype).eps

@@ -32,11 +32,10 @@ def attention_maps(net: nn.Module, inputs: Tensor, starts: Tensor | None = None)
         raise BadInput("net", type(net).__name__, "GPT, ViT, or a net of their blocks, with attention that has weights")
     maps: dict[str, Tensor] = {}
 
-    def keep(path: str, mixer: Any, args: tuple[Any, ...]) -> None:
-        x, _cache, mask = args
-        maps[path] = mixer.weights(x, mask)
+    def keep(path: str, mixer: Any, args: tuple[Any, ...], beside: dict[str, Any]) -> None:
+        maps[path] = mixer.weights(*args, **beside)
 
-    handles = [mixer.register_forward_pre_hook(partial(keep, path)) for path, mixer in mixers.items()]
+    handles = [mixer.register_forward_pre_hook(partial(keep, path), with_kwargs=True) for path, mixer in mixers.items()]
     try:
         with evaluating(net):
             run(net, inputs, (), () if starts is None else (starts,))

@@ -12,13 +12,14 @@ from apprentice.batch import label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.linear import FeatureMap
 from lit_modules.nets.base import evaluating
-from lit_modules.nets.block_options import RECURRENT, ROTARY, SOFTMAX, TAKEN, BlockOptions
+from lit_modules.nets.block_options import RECURRENT, ROTARY, SOFTMAX, TAKEN, BlockOptions, MakeMixer, name_of
 from lit_modules.nets.from_teacher import FromTeacher, Say
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.layers import INPUT, run
+from lit_modules.nets.specs import rebuild
 
-Replacement = Literal["windowed", "linear", "gated", "delta"]
+ReplacementName = Literal["windowed", "linear", "gated", "delta"]
 ALIGNED, RATE = 20, 1e-2  # steps of Adam by which mixers are aligned before one by one is measured, and their rate
 
 
@@ -52,6 +53,8 @@ class Mixer(FromTeacher):
 
     Args:
         mixer: windowed (softmax in a window, linear beyond it: LoLCATs), linear, gated (GLA) or delta (Gated DeltaNet).
+            Or a class or function of your own that makes a `TokenMixer`, whose layers `qkv` and `out` have the
+            teacher's weights if it has such, of the teacher's shapes.
         softmax_layers: blocks that keep their attention: a number of them, or a list, the first is 0; default: none.
         window: of windowed: a token and the `window` - 1 before it; default: 64.
         feature_map: elu, hedgehog or taylor; default: hedgehog of windowed, elu of linear.
@@ -65,17 +68,17 @@ class Mixer(FromTeacher):
 
     def __init__(
         self,
-        mixer: Replacement = "windowed",
+        mixer: ReplacementName | MakeMixer = "windowed",
         softmax_layers: int | list[int] | None = None,
         window: int | None = None,
         feature_map: FeatureMap | None = None,
         conv: int | None = None,
     ) -> None:
         super().__init__()
-        if mixer not in get_args(Replacement):
-            raise BadInput("mixer", mixer, f"one of {', '.join(get_args(Replacement))}")
+        if mixer not in get_args(ReplacementName) and not callable(mixer):
+            raise BadInput("mixer", mixer, f"one of {', '.join(get_args(ReplacementName))}, or a class of your own")
         if window is not None and mixer != "windowed":
-            raise BadInput("window", window, f"null, or mixer=windowed; {mixer} has none")
+            raise BadInput("window", window, f"null, or mixer=windowed; {name_of(mixer)} has none")
         self.mixer, self.softmax_layers = mixer, softmax_layers
         self.options = {"window": window, "feature_map": feature_map, "conv": conv}
         block_options: dict[str, Any] = self.options
@@ -126,15 +129,16 @@ class Mixer(FromTeacher):
             value, (_, _, path) = theirs[key], key.partition("blocks.")
             if "attention.qkv." in path and state[key].shape != value.shape:
                 value = _repeat_groups(value, _mixer_of(softmax.blocks[int(path.partition(".")[0])]))
-            state[key] = value
+            if state[key].shape == value.shape or isinstance(self.mixer, str):
+                state[key] = value
         net.load_state_dict(state)
         return net
 
     def _settings(self, softmax: GPT, layers: Sequence[int]) -> dict[str, Any]:
         """Return the student's arguments; BadInput if this attention can't have the teacher's weights."""
         settings: dict[str, Any] = {**softmax.init_args}
-        if settings["mixer"] != "softmax":
-            raise BadInput("teacher.mixer", settings["mixer"], "softmax, which is replaced")
+        if settings.get("mixer") != "softmax":
+            raise BadInput("teacher.mixer", name_of(rebuild(settings.get("mixer"))), "softmax, which is replaced")
         width, heads = settings["embed_dim"], settings["num_heads"]
         if self.mixer in RECURRENT and (settings["head_dim"] or width // heads) * heads != width:
             expected = f"windowed for a teacher whose heads are {settings['head_dim']} wide, and not {width} / {heads}"
@@ -150,9 +154,9 @@ class Mixer(FromTeacher):
             raise BadInput("teacher.nope_every", settings["nope_every"], expected)
         defaults = GPT.defaults()
         if not layers:  # what only softmax attention has
-            taken = TAKEN.get(self.mixer, ())
+            taken = TAKEN.get(self.mixer, ()) if isinstance(self.mixer, str) else ()
             settings |= {name: defaults[name] for name in SOFTMAX if name not in taken}
-            if self.mixer in RECURRENT and settings["position"] in {"rotary", "alibi"}:
+            if self.mixer != "windowed" and settings["position"] in {"rotary", "alibi"}:
                 settings |= {"position": None, **{name: defaults[name] for name in ROTARY}}
         settings |= {name: value for name, value in self.options.items() if value is not None}
         settings |= {"mixer": self.mixer, "softmax_layers": [*layers] or None}
@@ -160,8 +164,10 @@ class Mixer(FromTeacher):
             with torch.device("meta"):
                 GPT(**settings)
         except BadInput as fault:
+            if fault.argument == "mixer":
+                raise
             expected = f"one that fits the teacher: {fault.argument} {fault.value}, where it takes {fault.expected}"
-            raise BadInput("mixer", self.mixer, expected) from None
+            raise BadInput("mixer", name_of(self.mixer), expected) from None
         return settings
 
 
@@ -204,7 +210,9 @@ def _repeat_groups(value: Tensor, softmax: Any) -> Tensor:
 @torch.enable_grad()
 def _align(mixer: nn.Module, x: Tensor, y: Tensor, counted: Tensor) -> None:
     """Train a mixer to give y (b, T, D) for x (b, T, D), where it counts (b, T)."""
-    optimizer, mask = torch.optim.Adam(mixer.parameters(), lr=RATE), counted[..., None].to(y.dtype)
+    if not (parameters := [*mixer.parameters()]):
+        return
+    optimizer, mask = torch.optim.Adam(parameters, lr=RATE), counted[..., None].to(y.dtype)
     for _ in range(ALIGNED):
         optimizer.zero_grad()
         ((mixer(x) - y).square() * mask).sum().backward()

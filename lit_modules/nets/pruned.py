@@ -18,6 +18,7 @@ from lit_modules.nets.importance import Distance, Subset, TokenLoss, drop_blocks
 from lit_modules.nets.pruned_weights import (
     GPT2_COLUMNS,
     HEAD_COLUMNS,
+    HEAD_NORM,
     HEAD_ROWS,
     Encoder,
     Kept,
@@ -96,6 +97,11 @@ class Pruned(FromTeacher):
             if getattr(config, "head_dim", None) is None:  # heads would be wider if there were fewer
                 expected = f"a teacher whose configuration has head_dim; {type(config).__name__} has none"
                 raise BadInput("heads", self.heads, expected)
+            if (
+                has_layers(blocks[0], HEAD_NORM)
+                and len(blocks[0].get_parameter(f"{HEAD_NORM}.weight")) > config.head_dim
+            ):
+                raise BadInput("heads", self.heads, f"all {has} heads: this teacher norms them together")
             share = has // groups
             if not 1 <= self.heads <= has or self.heads % share:
                 raise BadInput("heads", self.heads, f"1 to {has} heads, a multiple of the {share} that share a key")
@@ -151,6 +157,7 @@ class Pruned(FromTeacher):
         """
         if isinstance(teacher, Embedder):
             return teacher.with_net(self.make(teacher.net, kept))
+        teacher = _held(teacher)
         net, (_, blocks) = make_smaller(teacher, kept, self.lora_rank), find_blocks(teacher)
         if len(kept.blocks) < len(blocks):
             is_whole = kept.heads is None and kept.channels is None
@@ -164,6 +171,8 @@ class Pruned(FromTeacher):
 
 def _held(teacher: nn.Module) -> nn.Module:
     """Return the net whose weights are cut, without what holds it."""
+    if isinstance(teacher, HuggingFaceLM) and teacher.shared_tokens is not None:
+        return teacher.in_tokens(teacher.vocab_size, None)  # the student's tokens have the teacher's numbers
     return teacher.net if isinstance(teacher, Embedder) else teacher
 
 

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from apprentice.errors import BadInput
+from lit_modules.nets.attention.positions import Position
 from lit_modules.nets.base import Net
 from lit_modules.nets.gpt import GPT
 from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.hugging_face_reranker import HuggingFaceReranker
 from lit_modules.nets.hugging_face_text import HuggingFaceText
+from lit_modules.nets.specs import rebuild
 
 # Layers of a block of Llama's kind, by what is cut: rows of weight and bias, or columns of the weight.
 HEAD_ROWS = {"self_attn.q_proj": "heads", "self_attn.k_proj": "groups", "self_attn.v_proj": "groups"}
 HEAD_COLUMNS = "self_attn.o_proj"
+HEAD_NORM = "self_attn.q_norm"  # of each head, or of all at once
 MLP_ROWS, MLP_COLUMNS = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 GPT2_ROWS, GPT2_COLUMNS = ("mlp.c_fc",), "mlp.c_proj"  # whose weights are transposed
 Encoder = HuggingFaceText | HuggingFaceReranker
@@ -61,9 +64,11 @@ def make_smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> nn.Module:
     adapted = {key: f"{layer}.base_layer.{kind}" for key in state for layer, _, kind in [key.rpartition(".")]}
     state = {adapted[key] if adapted[key] in ours else key: value for key, value in state.items()}
     state = {key: value for key, value in ours.items() if "lora_" in key} | state
-    if isinstance(teacher, GPT) and state.keys() != ours.keys():
-        expected = "blocks of the kinds that a GPT of these options has at their new places"
-        raise BadInput("layers", kept.blocks, expected)
+    if isinstance(teacher, GPT):
+        kinds = [kinds_of_blocks(teacher)[number] for number in kept.blocks]
+        if state.keys() != ours.keys() or kinds_of_blocks(net) != kinds:
+            expected = "blocks of the kinds that a GPT of these options has at their new places"
+            raise BadInput("layers", kept.blocks, expected)
     net.load_state_dict(state)
     net.kept_blocks = tuple(kept.blocks)
     return net
@@ -97,9 +102,14 @@ def kinds_of_blocks(net: nn.Module) -> list[str]:
     """Return the kinds of attention of a model's blocks, if its configuration tells them."""
     if isinstance(net, GPT):
         mixers = [block.get_submodule("attention") for block in net.blocks]
-        return [f"{type(mixer).__name__} {getattr(mixer, 'window', None)}" for mixer in mixers]
+        return [f"{type(mixer).__name__} {getattr(mixer, 'window', None)} {_position(mixer)}" for mixer in mixers]
     config = net.model.config if isinstance(net, HuggingFaceLM | Encoder) else None
     return getattr(config, "layer_types", None) or []
+
+
+def _position(mixer: nn.Module) -> Position | None:
+    position = getattr(mixer, "position", None)
+    return position if isinstance(position, Position) else None
 
 
 def settings_of_blocks(config: Any, blocks: Sequence[int]) -> dict[str, list[Any]]:
@@ -142,7 +152,7 @@ def _smaller(teacher: nn.Module, kept: Kept, lora_rank: int) -> Net:
         softmax = [place for place, block in enumerate(kept.blocks) if block in (arguments["softmax_layers"] or ())]
         changed = {"num_layers": len(kept.blocks), "softmax_layers": softmax or None}
         try:
-            return GPT(**{**arguments, **changed})
+            return GPT(**rebuild({**arguments, **changed}))
         except BadInput as fault:
             expected = f"others: with these alone {fault.argument} {fault.value} is refused, {fault.expected}"
             raise BadInput("layers", kept.blocks, expected) from None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import nn
@@ -95,6 +95,8 @@ def _plain_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
 def to_plain(value: Any) -> Any:
     """Convert a value to plain data: recorded objects, classes with bound options and torch's types become specs.
 
+    So do functions that are annotated to return a module.
+
     Raises:
         UnplainError: a value has no such form.
     """
@@ -110,9 +112,9 @@ def to_plain(value: Any) -> Any:
         arguments = vars(value)["init_args"]
         arguments = value.rebuild_arguments(arguments) if isinstance(value, Recorded) else arguments
         return {"class_path": path_of(type(value)), "init_args": arguments}
-    if inspect.isclass(value) and issubclass(value, nn.Module):
+    if (inspect.isclass(value) and issubclass(value, nn.Module)) or _makes_module(value):
         value = functools.partial(value)
-    if isinstance(value, functools.partial) and inspect.isclass(value.func):
+    if isinstance(value, functools.partial) and (inspect.isclass(value.func) or _makes_module(value.func)):
         bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments
         return {"class_path": path_of(value.func), "init_args": to_plain(bound), "waits": True}
     raise UnplainError(type(value).__name__)
@@ -141,11 +143,20 @@ def rebuild(value: Any, flag: str = "net") -> Any:
         raise BadInput(flag, value["class_path"], f"arguments that it takes: {error}") from error
 
 
-def path_of(cls: type) -> str:
-    """Return the import path of a class; raise UnplainError if it is defined inside of a function."""
-    if "<locals>" in cls.__qualname__:
-        raise UnplainError(cls.__qualname__)
-    return f"{cls.__module__}.{cls.__qualname__}"
+def path_of(target: Any) -> str:
+    """Return the import path of a class or function; raise UnplainError if it is defined inside of a function."""
+    if "<" in target.__qualname__:  # <locals>, <lambda>
+        raise UnplainError(target.__qualname__)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _makes_module(target: Any) -> bool:
+    """Return whether this is a function that is annotated to return a module."""
+    try:
+        made = get_type_hints(target).get("return") if inspect.isfunction(target) else None
+    except NameError:  # in an annotation for type checkers alone
+        return False
+    return inspect.isclass(made) and issubclass(made, nn.Module)
 
 
 def _import(path: str, flag: str) -> Any:
@@ -154,6 +165,7 @@ def _import(path: str, flag: str) -> Any:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(flag, path, f"the import path of a class ({error})") from None
-    if not (isinstance(target, torch.dtype) or (inspect.isclass(target) and issubclass(target, KINDS))):
+    is_class = inspect.isclass(target) and issubclass(target, KINDS)
+    if not (is_class or isinstance(target, torch.dtype) or _makes_module(target)):
         raise BadInput(flag, path, "a net, an objective, a task, an optimizer or a scheduler")
     return target

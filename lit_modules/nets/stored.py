@@ -1,6 +1,7 @@
 """Stand-ins for a teacher: for one whose outputs are all in files, and for none."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,13 @@ from lit_modules.nets.outputs import Outputs
 
 
 class TeacherWithoutWeights(Net):
-    """A teacher without weights, which can't be asked."""
+    """A teacher without weights, which can't be asked.
 
+    Attributes:
+        parts: of the data, by name, that it has outputs of to be scored.
+    """
+
+    parts: Mapping[str, Tensor] = MappingProxyType({})
     is_trained = True
     is_comparable = False
 
@@ -35,15 +41,18 @@ class StoredTeacher(TeacherWithoutWeights):
     Args:
         vocab_size: number of tokens, V.
         teacher: what the file says of the teacher: a hash of where its weights come from.
+        absent: those of the tokens that the teacher lacks, of which its logits are -inf.
     """
 
-    def __init__(self, vocab_size: int, teacher: str) -> None:
+    def __init__(self, vocab_size: int, teacher: str, absent: Sequence[int] = ()) -> None:
         super().__init__()
-        self.vocab_size, self.teacher = vocab_size, teacher
+        self.vocab_size, self.teacher, self.absent = vocab_size, teacher, list(absent)
 
     def zeros(self, tokens: Tensor) -> Tensor:
         """(B, T, V) zeros in the place of logits of tokens (B, T), for checks of shapes."""
-        return torch.zeros(*tokens.shape, self.vocab_size, device=tokens.device)
+        zeros = torch.zeros(*tokens.shape, self.vocab_size, device=tokens.device)
+        zeros[..., self.absent] = -torch.inf
+        return zeros
 
     def forward(self, tokens: Tensor) -> Tensor:
         raise BadInput("teacher", type(self).__name__, "a net with weights; of this one a run had stored outputs alone")

@@ -15,11 +15,12 @@ from lit_modules.nets.blocks import block_arguments, make_last_norm
 from lit_modules.nets.mlps import MixtureOfExperts
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.transformer import Block, Transformer
+from lit_modules.nets.vit_library import read_settings, read_weights
 
 ImageMixer = Literal["softmax", "linear"]
 OF_TEXTS = (
-    "attention_dropout", "softmax_layers", "conv", "rope_scaling", "window", "full_every", "sinks", "scale",
-    "unit_offset",
+    "attention_dropout", "softmax_layers", "conv", "rope_scaling", "local_rope_base", "window", "full_every", "sinks",
+    "scale", "unit_offset",
 )  # fmt: skip
 STD = 0.02  # of initial weights, as in DeiT
 EPS = 1e-6  # of norms, as in timm and torchvision; GPT-2's is 1e-5
@@ -32,6 +33,8 @@ class ViT(Transformer):
     token, and the logits are the mean of both heads, in training too. An objective that trains each head separately,
     such as `DeiTToken`, reads the layers `head` and `head_dist`.
 
+    Registers are further tokens that nothing reads after the last block (Darcet et al. 2024, arXiv:2309.16588).
+
     The feature layer is the patches' input of the last block, as maps (B, D, H / patch_size, W / patch_size).
 
     Args:
@@ -42,6 +45,7 @@ class ViT(Transformer):
         mlp_ratio: the MLPs' hidden width divided by D.
         dropout: probability of a zero in the embedding and the residual branches; keyed.
         distillation_token: whether to add a distillation token and its head.
+        registers: number of register tokens, before the patches (DINOv2 with registers: 4).
         norm_eps: epsilon of the norms.
         mixer: softmax attention, or linear, in time linear in the number of patches (arXiv:2006.16236).
         options: those of `BlockOptions` that are not of texts. Rotary positions are those along the patches row by row;
@@ -60,6 +64,7 @@ class ViT(Transformer):
         mlp_ratio: int = 4,
         dropout: float = 0.0,
         distillation_token: bool = False,
+        registers: int = 0,
         input_shape: Shape = (3, 32, 32),
         num_classes: int = 10,
         norm_eps: float = EPS,
@@ -71,7 +76,10 @@ class ViT(Transformer):
         if patch_size < 1 or height % patch_size or width % patch_size:
             raise BadInput("patch_size", patch_size, f"a divisor of the images' {height} x {width} pixels")
         check_sizes(embed_dim=embed_dim, num_layers=num_layers, mlp_ratio=mlp_ratio)
-        rows, columns, self.num_tokens = height // patch_size, width // patch_size, 1 + distillation_token
+        if registers < 0:
+            raise BadInput("registers", registers, "at least 0")
+        rows, columns = height // patch_size, width // patch_size
+        self.num_tokens = 1 + distillation_token + registers
         self.token_grid = TokenGrid(rows, columns, self.num_tokens)
         parts = BlockOptions(
             embed_dim=embed_dim, num_heads=num_heads, causal=False, dropout=dropout, mlp_ratio=mlp_ratio,
@@ -98,10 +106,26 @@ class ViT(Transformer):
                 for weight in (module.gate, module.up, module.down):
                     nn.init.trunc_normal_(weight, std=STD)
 
+    @classmethod
+    def from_library(cls, model: nn.Module, **options: Any) -> "ViT":
+        """Return a ViT with the settings and weights of a vision transformer of timm or torchvision.
+
+        Args:
+            model: a `VisionTransformer`, or timm's `VisionTransformerDistilled` (DeiT); its type is kept.
+            options: that change none of its weights, such as `backend`, or an `input_shape` of other height and width,
+                for which the positions are resampled as timm does: bicubic, with antialiasing, in float32.
+
+        Raises:
+            BadInput: another model, or one that computes what ViT does not.
+        """
+        net = cls(**{**read_settings(model), **options}).to(next(model.parameters()))
+        net.load_state_dict(read_weights(net, model))
+        return net.train(model.training)
+
     @property
     def heads(self) -> list[nn.Module]:
-        """The heads, one for each token before the patches."""
-        return [self.head, self.head_dist] if self.num_tokens == 2 else [self.head]
+        """The heads: of the class token, and of the distillation token if there is one."""
+        return [self.head, self.head_dist] if self.head_layers else [self.head]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, C, H, W); BadInput for images of another size."""

@@ -76,6 +76,7 @@ class Linearize(Hinton):
             weight("mixers_weight", mixers_weight),
             weight("maps_weight", maps_weight),
         )
+        self.width = 0  # of the student's tokens
         self.mixers: tuple[Any, ...] = ()  # of the student: in a tuple, as they are no parts of the objective
         self.attention: list[tuple[str, str]] = []  # paths of the teacher's: of inputs and outputs
         self.projections: list[Projections] = []
@@ -92,6 +93,10 @@ class Linearize(Hinton):
             expected = f"{self.needs}: a student with as many blocks as the teacher, and not {len(mixers)}"
             raise BadInput("student", type(student).__name__, expected)
         self.mixers = tuple(mixers[number] for number in numbers)
+        if self.mixers_until and not any(True for mixer in self.mixers for _ in mixer.parameters()):
+            expected = f"0: {type(self.mixers[0]).__name__} has no parameters, which would be trained"
+            raise BadInput("mixers_until", self.mixers_until, expected)
+        self.width = student.embedding.tokens.embedding_dim
         self.attention = [_attention_of(teacher, number) for number in numbers]
         layers = {f"teacher_inputs.{n}": path for n, (path, _) in enumerate(self.attention)}
         layers |= {f"teacher_outputs.{n}": path for n, (_, path) in enumerate(self.attention)}
@@ -109,8 +114,8 @@ class Linearize(Hinton):
         assert teacher is not None
         for mixer, (inputs, outputs) in zip(self.mixers, self.attention, strict=True):
             for path in (inputs, outputs):
-                if (width := teacher.features[path].shape[-1]) != mixer.embed_dim:
-                    expected = f"{self.needs}: tokens as wide as the teacher's {width}, and not {mixer.embed_dim}"
+                if (width := teacher.features[path].shape[-1]) != self.width:
+                    expected = f"{self.needs}: tokens as wide as the teacher's {width}, and not {self.width}"
                     raise BadInput("student", type(mixer).__name__, expected)
 
     def parts(self) -> list[nn.Module]:
@@ -166,5 +171,5 @@ def _attention_of(teacher: nn.Module, number: int) -> tuple[str, str]:
     if not isinstance(teacher, HuggingFaceLM):
         raise BadInput("teacher", type(teacher).__name__, "GPT, or a HuggingFaceLM of a family that GPT.from_hf reads")
     names = family_of(teacher.model.config).names
-    before, after = names.inside["norm1"], names.inside["attention.out"]
-    return f"model.{names.blocks}.{number}.{before}", f"model.{names.blocks}.{number}.{after}"
+    before, after = names.inside["attention.qkv"].split()[0], names.inside["attention.out"]
+    return f"model.{names.blocks}{number}.{before}{INPUT}", f"model.{names.blocks}{number}.{after}"

@@ -29,9 +29,13 @@ class LogitObjective(TextObjective):
         super().__init__()
         self.temperature, self.standardize = check_temperature(temperature), standardize
         self.temperatures = {self.temperature}
+        self.compared: Tensor | None = None  # numbers (n,) of those classes that a teacher has, if it lacks some
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         super().build(student, teacher)
+        if teacher is not None and teacher.logits.dim() > 2:
+            lacks = (teacher.logits == -torch.inf).flatten(0, -2).all(0)
+            self.compared = (~lacks).nonzero().flatten() if lacks.any() else None
         if self.standardize and (classes := student.logits.shape[-1]) < 3:
             why = "standardised logits of two are always 0.707 and -0.707, and have no gradient"
             raise BadInput("standardize", True, f"at least 3 classes, not {classes}: {why}")
@@ -49,13 +53,16 @@ class LogitObjective(TextObjective):
     ) -> tuple[Tensor, Tensor]:
         """Return log p_s and log p_t (b, ..., classes), the logarithms of the softmax of what `temper` gives.
 
-        Of a teacher that is stored in k tokens they are those of `top_k_log_probabilities`: of fewer events.
+        Of a teacher that is stored in k tokens they are those of `top_k_log_probabilities`: of fewer events. Classes of
+        which the teacher's logits are always -inf are left out of both, whose distributions are those of the others.
         """
         if teacher is not None and teacher.top_k:
             assert not isinstance(temperature, Tensor)
             t = self.temperature if temperature is None else temperature
             return top_k_log_probabilities(student.logits, teacher, t)
         z_s, z_t = self.temper(student, teacher, temperature)
+        if (compared := self.compared) is not None:
+            z_s, z_t = (z.index_select(-1, compared.to(z.device)) for z in (z_s, z_t))
         return F.log_softmax(z_s, -1), F.log_softmax(z_t, -1)
 
 

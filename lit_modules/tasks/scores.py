@@ -181,6 +181,7 @@ class PerSample(Metric):
 def compare_logits(logits: Tensor, teacher: Tensor) -> dict[str, Tensor]:
     """How logits (..., classes) follow a teacher's, (...) each: `kl` and `agreement` of `fidelity`."""
     log_q, log_p = (F.log_softmax(widen(x), -1) for x in (logits, teacher))
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # of tokens that the teacher lacks; 0 log 0 is 0
     kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return {"kl": kl, "agreement": (logits.argmax(-1) == teacher.argmax(-1)).to(kl.dtype)}
 

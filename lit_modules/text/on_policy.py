@@ -16,7 +16,7 @@ from apprentice import keyed, replicas
 from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.contract import ModuleLayout
 from apprentice.errors import BadInput
-from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, row_keys
+from lit_modules.nets.generation import Generated, Sampling, check_writer, generate, longest_text, row_keys
 from lit_modules.nets.outputs import Outputs
 from lit_modules.objectives.text_objective import TextObjective, of_texts
 from lit_modules.tasks.base import BatchSize
@@ -31,7 +31,15 @@ from lit_modules.text.response_windows import (
     step_keys,
     write_ahead,
 )
-from lit_modules.text.text_batches import SIZES, build_batch, cut_outputs, cut_texts, normalize_by_tokens, text_sizes
+from lit_modules.text.text_batches import (
+    SIZES,
+    build_batch,
+    cut_before,
+    cut_outputs,
+    cut_texts,
+    normalize_by_tokens,
+    text_sizes,
+)
 from lit_modules.training.extras import Extra, MoreLosses
 from lit_modules.training.student import Student
 
@@ -191,7 +199,7 @@ class OnPolicyTexts(Extra["Distillation"]):
     def generate_batch(self, loop: "Distillation", name: str, batch: Batch, prompts: Tensor) -> Generated:
         if (objective := self.objectives[name]).teacher_writes:
             texts = self._generations_of(objective).take(batch)
-            return cut_texts(texts, prompts, getattr(self.students[name].net, "block_size", None))
+            return cut_texts(texts, prompts, longest_text(self.students[name].net))
         return self._generate(name, batch, prompts, row_keys(batch.index, self.seed, *step_keys(loop)))
 
     def _generate(self, name: str, batch: Batch, prompts: Tensor, keys: Tensor) -> Generated:
@@ -201,8 +209,11 @@ class OnPolicyTexts(Extra["Distillation"]):
                 student.net, batch.inputs, prompts, objective.max_new_tokens, keys,
                 Sampling(objective.sampling_temperature), self.end_tokens,
             )  # fmt: skip
-        longest = getattr(self.teacher, "block_size", None)
-        return cut_texts(texts, prompts, longest if student.objective.uses_teacher else None)
+        if not student.objective.uses_teacher:
+            return texts
+        if (shared := getattr(self.teacher, "shared_tokens", None)) is not None:
+            texts = cut_before(texts, shared.absent)  # which the teacher can't read
+        return cut_texts(texts, prompts, longest_text(self.teacher))
 
     def generated_batches(self, loop: "Distillation", batch: Batch) -> BatchesByStudent:
         """Return the texts that students have written for these rows, with the denominator of the global batch."""

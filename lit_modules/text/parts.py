@@ -1,6 +1,7 @@
 """The parts with which a loop trains on texts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from apprentice.errors import BadInput, naming
 from lit_modules.nets.batch_norm import has_no_running_statistics
 from lit_modules.nets.ensemble import Ensemble
+from lit_modules.nets.served import Served
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.text_objective import TextObjective, of_texts
 from lit_modules.tasks.tokens import Tokens
@@ -75,4 +77,5 @@ class TextParts(Parts):
                 "depend on the batch, by its statistics" if depends else "are the mean of several, which is not stored"
             )
             raise BadInput("teacher_top_k", stored.top_k, f"a teacher whose outputs can be stored; this one's {why}")
+        stored = replace(stored, is_served=stored.is_served or isinstance(teacher, Served))
         return TextStore(teacher, folder, form_of(stored, objectives, classes), classes, stored.source, tell)

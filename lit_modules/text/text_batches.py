@@ -36,6 +36,13 @@ def cut_texts(texts: Generated, prompts: Tensor, longest: int | None) -> Generat
     return texts._replace(lengths=texts.lengths.minimum((longest - prompts).clamp(min=0)))
 
 
+def cut_before(texts: Generated, tokens: Tensor) -> Generated:
+    """Cut responses before the first of some tokens (n,)."""
+    places = torch.arange(texts.tokens.shape[1], device=texts.tokens.device)
+    ends = torch.isin(texts.tokens, tokens.to(places.device)) & (places < texts.lengths[:, None])
+    return texts._replace(lengths=ends.int().argmax(1).where(ends.any(1), texts.lengths))
+
+
 def normalize_by_tokens(texts: Batch, share: float) -> Batch:
     """Return texts with their `label_weight`, given the rows of the global batch for each token, or text, that counts.
 

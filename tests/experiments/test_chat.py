@@ -145,7 +145,7 @@ def test_a_text_a_list_and_a_file_ask_the_same(
         '[{"role": "critic", "content": "a"}]': "--sample critic: expected roles of the built-in template",
         '[{"role"': '--sample [{"role": expected JSON, as it begins like',
         json.dumps(answered): "expected messages of which the last is not the assistant's",
-        "x" * LONGEST: f"expected less than {LONGEST} tokens, the net's block size; not {LONGEST + 3}",
+        "x" * LONGEST: f"expected 1 to {LONGEST - 1} tokens, the net's block size less one; not {LONGEST + 3}",
     }
     for prompt, line in wrong.items():
         assert line in refusal(gpt.main, *run, "--sample", prompt)

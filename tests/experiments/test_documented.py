@@ -99,8 +99,9 @@ def text_of_notebook(path: Path) -> str:
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Name and flags of each command that begins with `python`, in the order in which one reads them.
 
-    Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, and CIFAR-10 is downloaded in
-    tests/datamodules/test_torchvision_data.py.
+    Those of launchers are started by tests/harness/test_launch.py and test_elastic.py, CIFAR-10 is downloaded in
+    tests/datamodules/test_torchvision_data.py, a server answers in tests/experiments/test_kd_served.py, and a MiniLM
+    teaches in tests/experiments/test_text_embedding.py.
     """
     texts: list[str] = []
     for page in (page for page in pages() if page.name not in FOLLOWED):
@@ -111,7 +112,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     texts += [file.read_text().split('"""')[1] for file in sorted((ROOT / "experiments").glob("[a-z]*.py"))]
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
         found = re.match(r" *(?:OMP_NUM_THREADS=1 )?python experiments/(\w+)\.py(.*)", line)
-        if found and "CIFAR10" not in line:
+        if found and not re.search("CIFAR10|MINILM|Served", line):
             yield found[1], shlex.split(found[2], comments=True)
 
 
@@ -130,6 +131,7 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     """The command as it is run here: with little to do, and with names of what `folder` has."""
     names = {"FOLDER": "images/test" if name == "predict" else f"done/{name}", "runs/gpt/RUN": "done/gpt"}
     names |= dict.fromkeys(["runs/t4/seed0/kd", "runs/photos/seed0/kd"], "done/kd/seed0/kd")
+    names |= {"runs/mean": "done/gpt"}  # of docs/own-mixer.md, whose other commands test_own_mixer.py runs
     names |= {"first/split.csv": "split.csv", "runs/heads/seed0/one": "done/gpt/seed0/gpt"}
     names |= {"runs/born1/seed{seed}/kd/weights.pt": "done/kd/seed0/kd/weights.pt"}
     names |= {"runs/embeddings/seed{seed}/rkd": "done/kd/seed0/kd"}

@@ -122,7 +122,7 @@ REFUSED = {
     "training samples that are the same in each epoch": ["--data.augment", "true"],
     "not allowed with --teacher Outputs, which has no weights": ["--teacher_ckpt", "x.pt"],
     "not allowed with --teacher Outputs, which has no layers to cut": ["--trainer.strategy", "pipeline"],
-    "outputs in a file are a teacher's": ["--student", "Outputs", "--student.file", "x"],
+    "this one is a teacher, without weights": ["--student", "Outputs", "--student.file", "x"],
     "a layer of Outputs that objectives can compare": ["--only", "hint"],
 }
 

@@ -1,6 +1,10 @@
 """Nets that embed texts, end to end: figures recomputed from what a run leaves, vectors, and what is refused."""
 
+import os
+import re
+import shlex
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from tests.commands import kill_at, nets, results, run_of, start
 from tests.lit_modules.embedding.test_text_training import Reranker
 from tests.texts_in_rows import read_rows, text_rows
 from tests.training import assert_same
+from tests.with_transformers import in_fork
 
 NETS = [
     "--teacher", "FastText", "--teacher.width", "12", "--teacher.buckets", "256", "--student.width", "8",
@@ -230,3 +235,27 @@ def test_without_flags_a_teacher_learns_from_answers(finished_default: Path) -> 
     assert saved["config"]["recipe"] == "pairs"
     assert [*saved["students"]] == ["cosine", "untrained", "mse", "kl", "rkd"]
     assert min(saved["teacher"]["test_ndcg"]) > max(saved["students"]["untrained"]["test_ndcg"])
+
+
+@pytest.mark.extras("transformers")
+@in_fork
+def test_the_page_of_minilm_runs_as_printed(tmp_path: Path) -> None:
+    from tests.encoder_parts import save_encoder
+
+    page = (Path(__file__).parents[2] / "docs" / "measurements" / "embeddings.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (command,) = (line for line in page.replace("\\\n", " ").splitlines() if "MINILM" in line and "kd.py" in line)
+    table = tmp_path / "orangecontrib" / "text" / "datasets" / "20newsgroups-train.tab"
+    table.parent.mkdir(parents=True)
+    posts = [" ".join(f"wall{i} bird" for _ in range(16)) for i in range(24)]
+    table.write_text("\n".join(["head"] * 3 + [f"rec.birds\t{post} river" for post in posts]))
+    os.chdir(tmp_path)
+    sys.path.insert(0, str(tmp_path))
+    exec(compile(code, "rows.py", "exec"), {})
+    assert len(Path("posts.jsonl").read_text().splitlines()) == 24
+    assert len(Path("python.jsonl").read_text().splitlines()) > 600
+    save_encoder(tmp_path / "MINILM")
+    shorter = ["--data.validation_size", "4", "--data.test_size", "20", "--data.batch_size", "8", "--seeds", "1"]
+    kd.main([*shlex.split(command)[2:], *shorter, "--out", "run"])
+    assert {"three-cosine", "two-untrained"} <= {*results(Path("run"))["students"]}
+    assert "Δ to untrained, points" in Path("run", "results.md").read_text()

@@ -168,6 +168,17 @@ def test_a_run_says_what_its_nets_score(tmp_path: Path, capsys: pytest.CaptureFi
         assert expected in capsys.readouterr().err.splitlines()[-1]  # after what the data say of themselves
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_methods_that_fit_are_compared_and_tuned(kind: type[Labelled], tmp_path: Path) -> None:
+    short = ["--seeds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"]
+    kd.main(["--data", f"{__name__}.{kind.__name__}", "--zoo", "true", "--tune", "2", *short, "--out", str(tmp_path)])
+    saved = results(tmp_path)
+    theirs = {Labelled: {"mld", "fitnet"}, Measured: {"boundedregression", "fitnet"}}[kind]
+    assert {*saved["students"]} == {"ce", "hint", "logitmse", "rkd", "sp", "pkt", "cc"} | theirs
+    for name, tuned in saved["tuning"].items():
+        assert all(np.isfinite(setting["validation"]).all() for setting in tuned["settings"]), name
+
+
 def test_labels_of_other_kinds_are_refused() -> None:
     for labels, task, expected in (
         (torch.tensor([[0, 2]]), "multilabel", "labels that are 0, 1, or NaN where unknown; one is 2"),

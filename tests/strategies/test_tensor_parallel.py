@@ -59,11 +59,13 @@ class Pair(nn.Module):
 
 
 def forms() -> nn.Module:
-    """Grouped queries, norms of their heads, slopes, a gate; pairs of heads in the second block."""
-    module = vit()
+    """Grouped queries, norms of their heads, slopes, a gate; pairs of heads; one norm of all heads."""
+    module = vit(num_layers=3, norm_place="after", layer_scale=0.5)
     for block in module.blocks:
-        options = {"num_kv_heads": 2, "position": Alibi(), "qk_norm": True, "gate": True, "head_dim": 8}
+        options = {"num_kv_heads": 2, "position": Alibi(), "qk_norm": True, "gate": True, "head_dim": 8,
+                   "unit_offset": True}  # fmt: skip
         block.attention = with_seed(0, lambda options=options: SelfAttention(24, 4, **options))
+    module.blocks[2].attention = with_seed(2, lambda: SelfAttention(24, 4, num_kv_heads=2, qk_norm="width"))
     module.blocks[1].attention = with_seed(1, lambda: DifferentialAttention(24, 4, layer=1))
     return module
 

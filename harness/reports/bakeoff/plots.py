@@ -7,7 +7,7 @@ from harness.reports import charts
 from harness.reports.bakeoff.differences import baseline_differences
 from harness.reports.charts import Dot
 from harness.reports.measures import Figure, axis, cost_of
-from harness.reports.results import NetResults, Results
+from harness.reports.results import NetResults, Results, name_baseline
 from harness.reports.svg import HALF, HEIGHT, WIDE, svg
 from harness.reports.uncertainty import Interval
 
@@ -84,6 +84,6 @@ def _height(dots: Sequence[Dot]) -> int:
 def _collect_intervals(results: Results) -> tuple[dict[str, tuple[Interval, Interval]], str]:
     """Return the differences that have an interval over seeds, alone and corrected, and a label of their axis."""
     known = [row for row in baseline_differences(results) if row.single["low"] is not None]
-    baselines = {student.baseline for student in results.students.values()}
-    to = f"Δ to {baselines.pop() if len(baselines) == 1 else 'ce of the same net'}, {results.metric.unit}"
+    of_net = " of the same net" * (len({student.baseline for student in results.students.values()}) > 1)
+    to = f"Δ to {name_baseline(results)}{of_net}, {results.metric.unit}"
     return {row.name: (row.single, row.corrected or row.single) for row in known}, to

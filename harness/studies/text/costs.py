@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from apprentice.errors import BadInput
 from apprentice.keyed import with_seed
 from datamodules.base import InMemoryData
 from harness.runs.records import NetRecord
@@ -19,6 +20,7 @@ from harness.studies.operations import flops
 from lit_modules.nets.attention.form import any_kernel
 from lit_modules.nets.base import evaluating
 from lit_modules.nets.generation import check_writer
+from lit_modules.nets.specs import rebuild
 
 PREFILLED, WARM, TIMED = 512, 3, 32  # tokens that fill the cache at once, and that are written before and while timed
 TRIED = 4  # tokens of texts that a decoder is tried with
@@ -66,11 +68,22 @@ def cache_bytes(net: nn.Module, tokens: int) -> float | None:
     return None if bytes_kept is None else float(bytes_kept) / tokens
 
 
-def check_decoding(net: nn.Module, flag: str) -> None:
-    """Raise BadInput if a net has a decoder that fails, or gives other logits than one pass over the text."""
-    if hasattr(net, "decoder") and (getattr(net, "block_size", None) or TRIED) >= TRIED:
-        with any_kernel(net):
+def check_decoding(net: nn.Module, flag: str, is_timed: bool = False) -> None:
+    """Raise BadInput if a net has a decoder that fails, or gives other logits than one pass over the text.
+
+    Or has none, as a mixer has no cache, where decoding is timed.
+    """
+    make: Callable[[int, None], object] | None = getattr(net, "decoder", None)
+    if make is None:
+        return
+    with any_kernel(net):
+        if (getattr(net, "block_size", None) or TRIED) >= TRIED:
             check_writer(net, flag, padded=False)
+        if is_timed and make(TRIED, None) is None:
+            expected = (
+                "a net whose mixers all have new_cache(), or without `decode_at`: that times decoding from a cache"
+            )
+            raise BadInput(flag, type(net).__name__, expected)
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def decoding_ms(net: nn.Module, tokens: int) -> float | None:
     The net is a new one with the same options, as its weights move no time, and with a block that holds the text. None
     where a net has no cache, or can't have such a block.
     """
-    options: dict[str, Any] = dict(getattr(net, "init_args", {}))
+    options: dict[str, Any] = rebuild(dict(getattr(net, "init_args", {})))
     if not hasattr(net, "decoder") or "block_size" not in options:
         return None
     whole = tokens + WARM + TIMED

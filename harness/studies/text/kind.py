@@ -33,7 +33,8 @@ class TextKind(DataKind):
 
     def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
         super().__init__(session, arms)
-        self.stored, self.tokens = StoredOutputs(session, arms), TeacherTokens(session.config)
+        self.tokens = TeacherTokens(session.config)
+        self.stored = StoredOutputs(session, arms, self.tokens.near and self.tokens.near.shared)
 
     def check(self) -> None:
         answers.check_answers(self.session)

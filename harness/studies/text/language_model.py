@@ -22,7 +22,7 @@ from harness.reports.results import load_results
 from harness.runs.nets import load_net, read_facts
 from harness.studies.text.vocabularies import read_vocabulary
 from lit_modules.nets.attention.form import any_kernel
-from lit_modules.nets.generation import Sampling, generate, row_keys
+from lit_modules.nets.generation import Sampling, generate, longest_text, row_keys
 from lit_modules.nets.hugging_face import HuggingFaceLM
 
 WRITTEN = 128  # tokens at most that a model of others writes after a prompt
@@ -46,8 +46,7 @@ class TrainedLM:
         vocabulary: of its tokens.
         template: of the chats that it has learned; None for plain texts.
         ends: tokens that end a response.
-        block_size: tokens of a text at most, its prompt among them; None for any number.
-        most: tokens that it writes, unless asked for another number.
+        block_size: tokens of a text to which it writes unless asked for others, such as it was trained on; or None.
     """
 
     net: Any
@@ -55,7 +54,6 @@ class TrainedLM:
     template: Template | None
     ends: tuple[int, ...]
     block_size: int | None
-    most: int
 
     def encode(self, messages: Sequence[Message], flag: str) -> Tensor:
         """Return the tokens (t,) of messages, up to where the assistant's next turn begins."""
@@ -68,20 +66,19 @@ class TrainedLM:
 
     def room(self, prompt: Tensor) -> int:
         """Return how many tokens may follow a prompt (t,)."""
-        return sys.maxsize if self.block_size is None else self.block_size - len(prompt)
+        longest = longest_text(self.net)
+        return sys.maxsize if longest is None else longest - len(prompt)
 
-    def write(
-        self, prompt: Tensor, keys: Tensor, sampling: Sampling, most: int | None = None, raw: bool = False
-    ) -> list[Written]:
-        """Continue a prompt (t,) by each of the keys (n,) of `generate`, by `most` tokens at most.
+    def write(self, prompt: Tensor, keys: Tensor, sampling: Sampling, new: int, raw: bool = False) -> list[Written]:
+        """Continue a prompt (t,) by each of the keys (n,) of `generate`, by `new` tokens at most.
 
         It ends as a response does or, if `raw`, as a plain text.
         """
         end = self.vocabulary.tokenizer.eos_token_id if isinstance(self.vocabulary, Subwords) else None
         ends = self.ends if not raw else () if end is None else (end,)
-        lengths, room = torch.full_like(keys, len(prompt)), min(self.most if most is None else most, self.room(prompt))
+        lengths, new = torch.full_like(keys, len(prompt)), min(new, self.room(prompt))
         with any_kernel(self.net):  # on the CPU, wherever the net was trained
-            drawn = generate(self.net, prompt.expand(len(keys), -1), lengths, room, keys, sampling, ends)
+            drawn = generate(self.net, prompt.expand(len(keys), -1), lengths, new, keys, sampling, ends)
         rows = zip(drawn.tokens, drawn.lengths.tolist(), strict=True)
         return [self._written(tokens[:length], ends) for tokens, length in rows]
 
@@ -91,22 +88,34 @@ class TrainedLM:
 
     def continue_text(self, text: str, config: Namespace) -> list[str]:
         """Return a text with what follows it, `samples` times."""
-        prompt, longest = self.vocabulary.encode(text, "sample"), self.block_size
-        if not len(prompt) or self.room(prompt) < 0:
-            expected = "at least 1 token" if longest is None else f"1 to {longest} tokens, the net's block size"
-            raise BadInput("sample", repr(text), f"{expected}; not {len(prompt)}")
+        prompt = self.vocabulary.encode(text, "sample")
+        new = self._check(prompt, repr(text), config.sample_tokens, 0)
         keys = row_keys(torch.arange(config.samples), config.sample_seed)
-        written = self.write(prompt, keys, Sampling(config.temperature, config.top_k), raw=True)
+        written = self.write(prompt, keys, Sampling(config.temperature, config.top_k), new, raw=True)
         return [self.vocabulary.decode(torch.cat([prompt, tokens])) for tokens, *_ in written]
 
     def answer(self, messages: Sequence[Message], number: int, config: Namespace) -> list[str]:
         """Return what the assistant says to the messages of chat `number`, `samples` times."""
         prompt, samples = self.encode(messages, "sample"), torch.arange(config.samples) + number * config.samples
-        if self.room(prompt) < 1:
-            expected = f"less than {self.block_size} tokens, the net's block size; not {len(prompt)}"
-            raise BadInput("sample", repr(messages[-1]["content"]), expected)
+        new = self._check(prompt, repr(messages[-1]["content"]), config.sample_tokens, 1)
         keys = row_keys(samples, config.sample_seed, turn_of(messages))
-        return [written.text for written in self.write(prompt, keys, Sampling(config.temperature, config.top_k))]
+        return [written.text for written in self.write(prompt, keys, Sampling(config.temperature, config.top_k), new)]
+
+    def _check(self, prompt: Tensor, shown: str, new: int | None, least: int) -> int:
+        """Return how many tokens to write: `new`, by default to a text of `block_size` or, without one, WRITTEN.
+
+        Raises:
+            BadInput: the prompt (t,) is empty, or leaves no room for the `least` that is to be written.
+        """
+        longest = longest_text(self.net)
+        if new is None and self.block_size is not None:
+            new, longest = max(self.block_size - len(prompt), 0), longest and self.block_size
+        most = (longest or sys.maxsize) - least
+        if not 1 <= len(prompt) <= most:
+            raise BadInput(
+                "sample", shown, f"1 to {most} tokens, the net's block size{' less one' * least}; not {len(prompt)}"
+            )
+        return WRITTEN if new is None else new
 
 
 def turn_of(messages: Sequence[Message]) -> int:
@@ -138,8 +147,8 @@ def _load_net(folder: Path) -> TrainedLM:
         raise BadInput("run", folder, f"a language model; the task of this net is {facts.task}")
     net: Any = load_net(folder)
     vocabulary, template = read_vocabulary(folder)
-    longest, ends = net.init_args.get("block_size"), template.ends() if template else ()
-    return TrainedLM(net, vocabulary, template, ends, longest, longest or WRITTEN)
+    ends = template.ends() if template else ()
+    return TrainedLM(net, vocabulary, template, ends, net.init_args.get("block_size"))
 
 
 def _load_of_transformers(run: str) -> TrainedLM:
@@ -152,11 +161,11 @@ def _load_of_transformers(run: str) -> TrainedLM:
         raise BadInput("run", run, fault.expected) from None
     more = net.model.generation_config.eos_token_id  # of bytes, whose tokenizer has no special tokens
     ends += () if more is None else tuple(more) if isinstance(more, list) else (more,)
-    return TrainedLM(net, vocabulary, template, tuple(dict.fromkeys(ends)), net.block_size, WRITTEN)
+    return TrainedLM(net, vocabulary, template, tuple(dict.fromkeys(ends)), None)
 
 
 def write_samples(folder: Path, prompt: str, config: Namespace) -> list[str]:
-    """Continue a text by the net in a folder, to texts as long as its block."""
+    """Continue a text by the net in a folder."""
     return _load_net(folder).continue_text(prompt, config)
 
 

@@ -16,9 +16,11 @@ from harness.runs.plans import Arm
 from harness.runs.records import FitRecord
 from harness.runs.session import Session
 from harness.runs.teacher_weights import TEACHER, TEACHERS
-from harness.studies.choices import is_from_teacher
+from harness.studies.choices import is_from_teacher, make_net
 from harness.studies.teachers import checkpoint_of, has_trained_teacher
 from harness.studies.text.answers import judging_settings
+from lit_modules.nets.served import Served
+from lit_modules.nets.shared_tokens import SharedTokens
 from lit_modules.nets.specs import path_of
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.text_objective import of_texts
@@ -30,11 +32,16 @@ READ = 2**24  # bytes at a time
 
 
 class StoredOutputs:
-    """What a run's seeds store of their teacher, or find stored. Nothing without `teacher_top_k`."""
+    """What a run's seeds store of their teacher, or find stored. Nothing without `teacher_top_k`.
 
-    def __init__(self, session: Session, arms: Iterable[Arm]) -> None:
-        self.session, self.config = session, session.config
+    `shared` are the tokens of the data that the teacher has, if some have other numbers there, or none.
+    """
+
+    def __init__(self, session: Session, arms: Iterable[Arm], shared: SharedTokens | None = None) -> None:
+        self.session, self.config, self.shared = session, session.config, shared
         self.is_on = vars(self.config).get(FLAG) is not None
+        teachers = [vars(self.config).get(TEACHER), *vars(self.config).get(TEACHERS, {}).values()]
+        self.is_served = any(choice is not None and issubclass(choice.target, Served) for choice in teachers)
         listed = list(arms) if self.is_on else []
         self.objectives = {arm.name: arm.objective(self.config) for arm in listed}
         writes = any(of_texts(objective).teacher_writes for objective in self.objectives.values())
@@ -45,8 +52,10 @@ class StoredOutputs:
         self._digest = ""
 
     def check(self) -> None:
-        """Raise BadInput for settings with which outputs can't be stored."""
+        """Raise BadInput for settings with which outputs can't be stored, or a server that can't be asked."""
         if not self.is_on:
+            if self.is_served:
+                raise BadInput("teacher", "Served", f"`{FLAG} N` beside it: so many of its tokens are stored")
             return
         config, data = self.config, self.session.data
         if not cast("TextData", data).train_texts_repeat:
@@ -58,6 +67,12 @@ class StoredOutputs:
             raise BadInput(
                 FLAG, config.teacher_top_k, f"not allowed with `{TEACHERS}`: the outputs of one teacher are stored"
             )
+        if self.is_served:
+            if self.needs_weights:
+                expected = "a teacher with weights for a student made of these, or one that learns what it writes"
+                raise BadInput("teacher", "Served", expected)
+            if self._file(config.seeds[0]) is None:
+                cast("Served", make_net(config, TEACHER, 0, data.net_arguments)).check()
 
     def options(self, seed: int) -> Stored | None:
         """Return what is to be stored of a seed's teacher."""
@@ -65,7 +80,7 @@ class StoredOutputs:
             return None
         temperatures = {t for objective in self.objectives.values() for t in of_texts(objective).temperatures}
         tail: Tail = self.config.teacher_tail or "bucket"
-        return Stored(self.config.teacher_top_k, tail, self.source(seed), tuple(sorted(temperatures)))
+        return Stored(self.config.teacher_top_k, tail, self.source(seed), tuple(sorted(temperatures)), self.is_served)
 
     def net(self, seed: int) -> StoredTeacher | None:
         """Return a stand-in for a seed's teacher if its outputs are there, and its test for the same data.
@@ -123,7 +138,8 @@ class StoredOutputs:
         if seed in self._files or options is None or options.source is None:
             return self._files.get(seed)
         data, config = self.session.data, self.config
-        net = StoredTeacher(data.num_classes, options.source)
+        absent = [] if self.shared is None else self.shared.absent.tolist()
+        net = StoredTeacher(data.num_classes, options.source, absent)
         form = form_of(options, self.objectives, data.num_classes)
         store = TextStore(net, config.teacher_cache_dir, form, data.num_classes, options.source, self.session.tell)
         texts = read_texts(data.train_in_order(), data.places)
@@ -149,7 +165,11 @@ class StoredOutputs:
         if self.is_on and seed not in self._sources:
             chosen, config = choice_at(self.config, TEACHER), self.config
             options = {**chosen.init_args, "teacher_ckpt": checkpoint_of(self.session, seed)}
+            if self.shared is not None:
+                options["tokens"] = self.shared.numbers.tolist()
             options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
+            if self.is_served:
+                del options["url"]  # another server may have the same model
             is_known = has_trained_teacher(self.session)
             self._sources[seed] = _digest_options(chosen.class_path, options) if is_known else None
         return self._sources.get(seed)
@@ -157,7 +177,7 @@ class StoredOutputs:
 
 def is_stand_in(folder: Path) -> bool:
     """Return whether a folder's net is one without weights; BadInput if there is none."""
-    return bool(read_spec(folder, "out")["class_path"] == path_of(StoredTeacher))
+    return read_spec(folder, "out")["class_path"] in {path_of(StoredTeacher), path_of(Served)}
 
 
 def _digest_options(class_path: str, options: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""A teacher whose tokens are others than the students' (`teacher_tokenizer`)."""
+"""A teacher whose tokens are others than the students': in all (`teacher_tokenizer`), or in added ones alone."""
 
 import hashlib
 from argparse import Namespace
@@ -15,18 +15,30 @@ from datamodules.text.vocabulary import token_texts
 from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm
 from harness.runs.session import TOKENIZER, Session, load_data
+from harness.runs.teacher_weights import TEACHER
 from harness.studies.choices import is_from_teacher
+from harness.studies.text.shared_tokens import NearVocabularies, say_left_out
+from lit_modules.nets.hugging_face import HuggingFaceLM
 from lit_modules.nets.identity import Origin
 from lit_modules.nets.other_tokens import OtherTokens, TokenTexts
 from lit_modules.objectives.text_objective import of_texts
 
 
 class TeacherTokens:
-    """The data in a teacher's own tokens, and the teacher as students of others ask it; nothing without the option."""
+    """The data in a teacher's own tokens, and the teacher as students of others ask it; nothing where they are one's.
+
+    Attributes:
+        near: the tokenizers, if they differ in added tokens alone; then the data are in the student's tokens.
+        name: of the teacher's tokenizer, if its tokens are not the data's.
+    """
 
     def __init__(self, config: Namespace) -> None:
-        self.config, self.name = config, vars(config).get(TOKENIZER)
+        self.config, self.near = config, NearVocabularies.find(config)
+        self.name = vars(config).get(TOKENIZER) if self.near is None else self.near.theirs.name
+        if self.near is not None:
+            config.data.init_args["tokenizer"] = self.near.ours.name
         self._data: TextData | None = None
+        self._has_told = False  # what is left out of a teacher's tokens
 
     @contextmanager
     def data(self, session: Session) -> Iterator[None]:
@@ -39,7 +51,7 @@ class TeacherTokens:
             if "tokenizer" not in chosen.init_args:
                 raise BadInput(TOKENIZER, self.name, f"texts; `data {chosen.name}` has no tokenizer")
             options = {**chosen.init_args, "tokenizer": self.name}
-            options |= {"template": None} if "template" in options else {}
+            options |= {"template": None} if "template" in options and self.near is None else {}
             choice = replace(chosen, init_args=options)
             self._data = cast("TextData", load_data(Namespace(data=choice, num_classes=None)))
             ours.check_same_texts(self._data, TOKENIZER, self.name)
@@ -54,7 +66,8 @@ class TeacherTokens:
         with self.data(session):
             data = cast("TextData", session.data)
             content = repr([data.vocabulary.content(), data.end_tokens])
-        return {TOKENIZER: Origin({}, hashlib.blake2b(content.encode(), digest_size=16).hexdigest())}
+        flag = TOKENIZER if self.near is None else f"{TEACHER} and its tokenizer"
+        return {flag: Origin({}, hashlib.blake2b(content.encode(), digest_size=16).hexdigest())}
 
     def prepare(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
         """Return the teacher, or one that is asked in the students' tokens.
@@ -63,8 +76,8 @@ class TeacherTokens:
             BadInput: a student is made of the teacher's weights, or its method compares tokens of one tokenizer.
         """
         name = self.name
-        if name is None:
-            return teacher
+        if name is None or self.near is not None:
+            return self._prepare_near(session, teacher, arms)
         for arm in arms:
             objective = arm.objective(session.config)
             if is_from_teacher(session.config, arm.net):
@@ -78,6 +91,19 @@ class TeacherTokens:
         ours = _texts(session.data, "data.tokenizer")
         with self.data(session):
             return OtherTokens(teacher, ours, _texts(session.data, TOKENIZER))
+
+    def _prepare_near(self, session: Session, teacher: nn.Module, arms: Iterable[Arm]) -> nn.Module:
+        """Return a teacher of tokens that are the students', but for added ones; say what is left out of it."""
+        near = self.near
+        if near is not None:
+            near.check_texts(cast("TextData", session.data))
+            near.check_arms(self.config, arms)
+            if isinstance(teacher, HuggingFaceLM):
+                teacher = teacher.in_tokens(len(near.ours), near.shared)
+        if not self._has_told:
+            self._has_told = True
+            say_left_out(session, teacher, near)
+        return teacher
 
 
 def _texts(data: Any, flag: str) -> TokenTexts:

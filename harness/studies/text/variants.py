@@ -113,7 +113,7 @@ class Variants(SideBySide):
         check_exact_step(self.session, trainer, module)
         module.check_data(self.session.data)
         for arm in arms if self.config.decode_at else ():
-            check_decoding(module.net_of(arm.name), arm.net)
+            check_decoding(module.net_of(arm.name), arm.net, is_timed=True)
         return module
 
     def measure(self, plan: FitPlan, module: Loop, arm: Arm, run: str, outcome: FitOutcome) -> NetRecord:

@@ -38,10 +38,11 @@ FOLDER, PLAN = "tuning", "plan.json"
 
 
 class Tuning:
-    """The search for the settings of a bake-off's arms, as they were given."""
+    """The search for the settings of those of a bake-off's arms that learn, as they were given."""
 
     def __init__(self, bake_off: SideBySide) -> None:
-        self.bake_off, self.arms, self.config = bake_off, bake_off.arms, bake_off.config
+        self.bake_off, self.config = bake_off, bake_off.config
+        self.arms = {name: arm for name, arm in bake_off.arms.items() if arm.method.target.learns}
         self.metric = judged_by(self.config, bake_off.session.data)
         self.best: dict[str, int] = {}  # the number of each row's best setting, after `search`
 
@@ -81,6 +82,8 @@ class Tuning:
         """Raise BadInput if the settings can't be searched; build each of them once."""
         config, options = self.config, self.config.trainer.init_args
         epochs, every = options["max_epochs"], options.get("check_val_every_n_epoch", 1)
+        if not self.arms:
+            raise BadInput("tune", config.tune, "a method that learns")
         if not self.bake_off.session.used["validation"]:
             raise BadInput("tune", config.tune, "data with a validation set, such as `data.validation_size 0.1`")
         if not epochs or epochs < 0 or options.get("max_steps", -1) != -1:
@@ -111,13 +114,14 @@ class Tuning:
                 build(trials_of_team)
 
     def search(self) -> dict[str, Arm]:
-        """Train all settings, as far as each goes; returns each row's arm with the best one, to be trained afresh."""
+        """Train all settings, as far as each goes; returns the arms, with the best of each, to be trained afresh."""
         self.best = {name: trial for name, (trial,) in self.halve().items()}
         with main_first("tuned"):
             if is_main_process():
                 for checkpoint in self.inner.session.out.glob("seed*/*.ckpt"):
                     checkpoint.unlink()
-        return {name: replace(self.trials[name][trial], trial=None) for name, trial in self.best.items()}
+        chosen = {name: replace(self.trials[name][trial], trial=None) for name, trial in self.best.items()}
+        return {**self.bake_off.arms, **chosen}
 
     def halve(self) -> dict[str, list[int]]:
         """Train all settings, as far as each goes; returns the number of each row's best one."""

@@ -19,9 +19,12 @@ from harness.reports.tables import join_words
 from harness.runs.arm_names import choice_at
 from harness.runs.plans import Arm
 from harness.runs.training_options import scheduler_factory
+from harness.studies.kinds import task_of_choice
+from lit_modules.nets.outputs import CLASSES
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.search import Choice, Linear, Log, Space
 from lit_modules.schedules import build_scheduler, nominal
+from lit_modules.tasks import task_class
 
 OPTIMIZER, MODEL, SEARCH = "optimizer", "model", "search"
 OF_MODEL = ("lr", "weight_decay")  # options of a module that makes its optimizer itself
@@ -57,10 +60,13 @@ def spaces(config: Namespace, arm: Arm) -> dict[str, Space]:
     """Return the space of each option of a row; those of the optimizer are named `optimizer.lr` and so on.
 
     The optimizer's come first, in the same order for every row: they get the same points whatever a method adds.
+    An option that is for other outputs than the data's is left out.
     """
-    shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
     method = cast("type[Objective]", arm.method.target)
+    shared: dict[str, Space] = _optimizer_spaces(config) if config.tune_optimizer else {}
     of_method: dict[str, Space] = dict(method.search) if rates_key(config) == OPTIMIZER else {}
+    if (task := task_of_choice(config.data)) and (outputs := task_class(task).outputs) != CLASSES:
+        of_method = {name: x for name, x in of_method.items() if outputs in _make(config, arm, name, x.at(1)).compares}
     variant = f"{arm.variant}."
     for flag, value in config.search.items():
         if flag.startswith(f"{rates_key(config)}."):
@@ -119,14 +125,20 @@ def check(config: Namespace, arms: Mapping[str, Arm]) -> None:
 def _check_value(config: Namespace, arm: Arm | None, option: str, value: Any) -> None:
     """Make the method, or without one the optimizer, with a value of an option; BadInput if it is refused."""
     key = rates_key(config)
-    choice = choice_at(config, key) if arm is None else arm.method
-    candidate = cli.Choice(choice.class_path, {**choice.init_args, option: convert(choice, option, value)})
     if arm is None:
+        choice = choice_at(config, key)
+        candidate = cli.Choice(choice.class_path, {**choice.init_args, option: convert(choice, option, value)})
         layer = nn.Linear(2, 2)
         with cli.refusals(candidate, key):
             cli.factory(candidate, key)(layer.parameters() if key == OPTIMIZER else layer)
     else:
-        replace(arm, method=candidate).objective(config)
+        _make(config, arm, option, value)
+
+
+def _make(config: Namespace, arm: Arm, option: str, value: Any) -> Objective:
+    """Make a row's method with a value of an option."""
+    choice = cli.Choice(arm.method.class_path, {**arm.method.init_args, option: convert(arm.method, option, value)})
+    return replace(arm, method=choice).objective(config)
 
 
 def convert(choice: cli.Choice, option: str, value: Any) -> Any:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets.attention.masks import visible
+from lit_modules.nets.attention.mixer_cache import MixerCache
 
 
-class Cache:
+class Cache(MixerCache):
     """Keys and values of up to `max_length` tokens that one causal attention layer has seen, for generation.
 
     Use one for each layer and batch of texts. It starts empty and grows by the tokens of x with each
@@ -27,11 +28,21 @@ class Cache:
     def __init__(
         self, max_length: int, padding: Tensor | None = None, window: int | None = None, sinks: int = 0
     ) -> None:
-        self.max_length, self.padding, self.length = max_length, padding, 0
+        super().__init__(padding)
+        self.max_length = max_length
         self.window, self.sinks = window, sinks if window is not None else 0
         self.slots = max_length if window is None else min(max_length, window + sinks)
         self._stored: list[Tensor] = []  # keys and values (B, heads, slots, width)
         self._places: Tensor | None = None  # of the keys that `append` returned last; None: of all, or of the slots
+
+    def reorder(self, rows: Tensor) -> None:
+        self._places = None  # which have no row a text
+        super().reorder(rows)
+
+    def take_back(self, length: int) -> None:
+        if self.length > self.slots:
+            expected = f"{self.length}, all tokens: those that left the window of {self.window} are not kept"
+            raise BadInput("length", length, expected)
 
     def mask(self, count: int, device: torch.device, window: int | None = None, sinks: int = 0) -> Tensor | None:
         """Return which keys that `append` returned the last `count` attend to, (count, n) or (B, 1, count, n).

@@ -9,6 +9,7 @@ from torch import nn
 
 from apprentice.errors import BadInput
 
+QKNorm = bool | Literal["width"]  # of queries and keys: none, of each head, or of all heads at once
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex"]  # flex: see `lit_modules.nets.attention.flex`
 
 

@@ -1,6 +1,7 @@
 """What linear attention of all kinds shares: projections, convolution, heads, and a state in place of a cache."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import find_starts
 from lit_modules.nets.attention.convolution import ShortConvolution
 from lit_modules.nets.attention.heads import check_heads
+from lit_modules.nets.attention.mixer_cache import MixerCache
 from lit_modules.nets.attention.precision import widen
 from lit_modules.nets.attention.rms_norm import RMSNorm
 
@@ -18,20 +20,16 @@ from lit_modules.nets.attention.rms_norm import RMSNorm
 Form = Callable[..., tuple[Tensor, Tensor]]
 
 
-class State:
+class State(MixerCache):
     """What a mixer keeps of the tokens that it has seen, whose size does not grow with them; for generation.
 
-    Use one for each layer and batch of texts, under `torch.no_grad()`.
-
     Attributes:
-        length: tokens seen.
-        padding: (B,) int64, tokens before the first of each text, which are no part of its state; None for none.
         memory: (B, H, f, e), the recurrent state.
         inputs: (B, W - 1, C), the last inputs of the convolution.
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
-        self.padding, self.length = padding, 0
+        super().__init__(padding)
         self.memory: Tensor | None = None
         self.inputs: Tensor | None = None
 
@@ -70,6 +68,7 @@ class RecurrentMixer(nn.Module):
     """
 
     causal: bool = True
+    has_state: ClassVar[bool] = True
     chunked: Form
     recurrent: Form
 

@@ -12,7 +12,7 @@ from apprentice.keyed import Dropout
 from lit_modules.nets.attention.attend import DropsWeights, attend, attention_weights
 from lit_modules.nets.attention.cache import Cache
 from lit_modules.nets.attention.cached_attention import CachedAttention
-from lit_modules.nets.attention.form import Backend, Form
+from lit_modules.nets.attention.form import Backend, Form, QKNorm
 from lit_modules.nets.attention.heads import check_heads, of_rank
 from lit_modules.nets.attention.masks import CausalMask, visible
 from lit_modules.nets.attention.positions import Alibi, Position, Rotary, alibi_bias
@@ -40,13 +40,16 @@ class SelfAttention(CachedAttention, DropsWeights):
         sinks: the first tokens of a text stay visible beyond the window (StreamingLLM, arXiv:2309.17453), at their
             true distance.
         qk_norm: whether an `RMSNorm` of each head's queries and keys comes before the rotation (Qwen3,
-            arXiv:2505.09388).
+            arXiv:2505.09388); "width": one norm of all heads' queries and one of their keys (OLMo 2,
+            arXiv:2501.00656), with which ranks do not share the layer.
         softcap: c of scores c · tanh(score / c), before the mask (Gemma 2, arXiv:2408.00118). Needs `auto` or `math`.
         gate: whether the heads' output is multiplied by the sigmoid of a projection of x (arXiv:2505.06708).
         head_dim: d, width of a head; None for D / H.
         scale: s of scores; None for 1 / √d.
         layer: number of its dropout among the dropout layers of a net.
         qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2); None for `bias`.
+        norm_eps: epsilon of the norms of queries and keys.
+        unit_offset: these norms multiply by 1 + weight (Gemma 3).
 
     Raises:
         BadInput: a value can't be used, or two can't be combined.
@@ -64,13 +67,15 @@ class SelfAttention(CachedAttention, DropsWeights):
         position: Position | None = None,
         window: int | None = None,
         sinks: int = 0,
-        qk_norm: bool = False,
+        qk_norm: QKNorm = False,
         softcap: float | None = None,
         gate: bool = False,
         head_dim: int | None = None,
         scale: float | None = None,
         layer: int = 0,
         qkv_bias: bool | None = None,
+        norm_eps: float = 1e-6,
+        unit_offset: bool = False,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
@@ -80,6 +85,8 @@ class SelfAttention(CachedAttention, DropsWeights):
         if turning % 2 or not turning:
             raise BadInput("position", "Rotary", f"heads of an even width; theirs is {turning}")
         _check_window(causal, window, sinks)
+        if qk_norm not in (False, True, "width"):
+            raise BadInput("qk_norm", qk_norm, "true, false or width")
         self.form = Form(scale, softcap, backend)
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.noise = Dropout(dropout, layer)
@@ -88,8 +95,10 @@ class SelfAttention(CachedAttention, DropsWeights):
         self.qkv = nn.Linear(embed_dim, sum(rows), bias if qkv_bias is None else qkv_bias)
         # If several ranks compute it: its rows are of three matrices, and the rows of a head stay together.
         cast("Joined", self.qkv).joined = tuple(rows), self.num_kv_heads
-        self.q_norm = RMSNorm(self.head_dim) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim) if qk_norm else None
+        self.qk_norm = qk_norm
+        widths = rows[:2] if qk_norm == "width" else [self.head_dim] * 2
+        norms = [RMSNorm(width, norm_eps, unit_offset) if qk_norm else None for width in widths]
+        self.q_norm, self.k_norm = norms
         self.gate = nn.Linear(embed_dim, rows[0], bias) if gate else None
         self.out = nn.Linear(rows[0], embed_dim, bias)
 
@@ -158,6 +167,8 @@ class SelfAttention(CachedAttention, DropsWeights):
 
     def parallel_layers(self) -> dict[str, ParallelStyle]:
         """How ranks share this module, by the paths of its layers: each computes some heads."""
+        if self.qk_norm == "width":
+            return {}  # each rank computes all heads, which are normed together
         plan: dict[str, ParallelStyle] = {"qkv": ColwiseParallel()}
         if self.q_norm is not None:
             plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")}
@@ -216,10 +227,15 @@ class SelfAttention(CachedAttention, DropsWeights):
         """Norm and rotate queries and keys (..., T, heads, d) of tokens at places (T,)."""
         query, key, value = heads
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self._norm(self.q_norm, query), self._norm(self.k_norm, key)
         if isinstance(self.position, Rotary):
             query, key = self.position.rotate(places, query, key)
         return [query, key, value]
+
+    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Norm each head of x (..., heads, d), or all at once."""
+        normed: Tensor = norm(x.flatten(-2)).unflatten(-1, x.shape[-2:]) if self.qk_norm == "width" else norm(x)
+        return normed
 
     def _jagged_heads(self, projected: Tensor) -> list[Tensor]:
         """Do the same for a jagged projection, whose kernels take as many heads of keys as of queries."""

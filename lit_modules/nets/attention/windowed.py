@@ -11,6 +11,7 @@ from apprentice.errors import BadInput
 from lit_modules.nets.attention.chunks import Chunks, find_starts, scan
 from lit_modules.nets.attention.heads import check_heads
 from lit_modules.nets.attention.linear import MAPS, FeatureMap, normalise, normalise_weights
+from lit_modules.nets.attention.mixer_cache import MixerCache
 from lit_modules.nets.attention.parts import InParts
 from lit_modules.nets.attention.positions import Rotary
 from lit_modules.nets.attention.precision import widen
@@ -129,18 +130,16 @@ def _shift(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1]
 
 
-class WindowCache:
-    """The last tokens' keys and values, and the sum of all before them; for generation, under `torch.no_grad()`.
+class WindowCache(MixerCache):
+    """The last tokens' keys and values, and the sum of all before them.
 
     Attributes:
-        length: tokens seen.
-        padding: (B,) int64, tokens before the first of each text; None for none.
         near: the last tokens, as many as the window holds beside the next one; None at the start.
         state: (B, H, f, e), of the tokens before these.
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
-        self.padding, self.length = padding, 0
+        super().__init__(padding)
         self.near: Heads | None = None
         self.state: Tensor | None = None
 
@@ -148,6 +147,12 @@ class WindowCache:
     def held(self) -> int:
         """Tokens whose keys are kept."""
         return 0 if self.near is None else self.near.key.shape[2]
+
+    def take_back(self, length: int) -> None:
+        if self.near is None or self.held < self.length:
+            expected = f"{self.length}, all tokens: those that left the window are kept as their sum"
+            raise BadInput("length", length, expected)
+        self.near = Heads(*(part[:, :, :length] for part in self.near))
 
     def starts(self, count: int, device: torch.device) -> Tensor | None:
         """Return where the texts of the kept tokens and the next `count` begin, from the first that is kept."""
@@ -207,6 +212,7 @@ class WindowedLinearAttention(InParts, nn.Module):
     """
 
     causal: ClassVar[bool] = True
+    has_state: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ USUAL = 1.0, 2.0  # temperatures for which a tail is stored, whatever the method
 MOST = 2**16  # tokens of a distribution
 KEY = tuple(b"top_k")  # of the draws
 AT_A_TIME = 256  # tokens, of whose logits copies are made
+LEAST_TAIL = 2.0**-24  # mass of the tokens that a served teacher does not tell of: the rounding of float32 at 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Stored:
         tail: what stands for the others: see `Form`.
         source: what tells the teacher without its weights; by default a hash of what it computes with does.
         temperatures: beside those of the methods, of methods that are to read the same file.
+        is_served: whether the teacher tells of its likeliest tokens alone, at temperature 1: see `Served`.
     """
 
     top_k: TopK
     tail: Tail = "bucket"
     source: str | None = None
     temperatures: tuple[float, ...] = ()
+    is_served: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k != "all" and not (isinstance(self.top_k, int) and 1 <= self.top_k <= MOST):
@@ -62,11 +65,14 @@ class Form:
 
     @classmethod
     def of(cls, stored: "Stored", temperatures: Collection[float], classes: int) -> "Form":
-        """Make that of V classes, as large as the flags say."""
+        """Make that of V classes, as large as the flags say; BadInput for what a served teacher does not tell."""
         top_k, tail = stored.top_k, stored.tail
+        if stored.is_served:
+            _check_served(stored, classes)
         if top_k == "all" or (top_k >= classes and tail != "sample"):
             return cls(None, "bucket", ())
-        at = {"bucket": {*USUAL, *temperatures}, "sample": {*temperatures}, "renormalize": set[float]()}
+        usual = (1.0,) if stored.is_served else USUAL
+        at = {"bucket": {*usual, *temperatures}, "sample": {*temperatures}, "renormalize": set[float]()}
         return cls(top_k, tail, tuple(sorted(map(float, at[tail]))))
 
     def __str__(self) -> str:
@@ -81,12 +87,22 @@ class Form:
     def _reduce(self, z: Tensor, first: int) -> dict[str, Tensor]:
         if self.k is None:
             return {"logits": z.detach().cpu()}
-        number = torch.uint16 if z.shape[-1] <= 2**16 else torch.int32
         if self.tail == "sample":
-            return {"draws": self._draw(z, first).cpu().to(number)}
+            return {"draws": self._draw(z, first).cpu().to(_number(z.shape[-1]))}
         log_p, tokens = F.log_softmax(z, -1).topk(self.k)
-        stored = {"tokens": tokens.cpu().to(number), "log_p": _half(log_p)}
-        return {**stored, "tails": _half(self._tails(z, tokens))}
+        return self._pack(log_p, tokens, self._tails(z, tokens), z.shape[-1])
+
+    def pack_served(self, log_p: Tensor, tokens: Tensor, classes: int) -> dict[str, Tensor]:
+        """Return what is stored of a served teacher's k log-probabilities and tokens (n, k), of V classes.
+
+        The mass of the others, at temperature 1, is what is missing to 1; float32 tells none below 2^-24.
+        """
+        tails = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - LEAST_TAIL))
+        return self._pack(log_p, tokens, tails[:, None].expand(-1, len(self.temperatures)), classes)
+
+    @staticmethod
+    def _pack(log_p: Tensor, tokens: Tensor, tails: Tensor, classes: int) -> dict[str, Tensor]:
+        return {"tokens": tokens.cpu().to(_number(classes)), "log_p": _half(log_p), "tails": _half(tails)}
 
     def _tails(self, z: Tensor, tokens: Tensor) -> Tensor:
         others = F.log_softmax(z, -1).scatter(-1, tokens, -torch.inf)
@@ -130,3 +146,18 @@ class Form:
 def _half(x: Tensor) -> Tensor:
     """Round to float16 as NumPy does, of float64 in one step."""
     return torch.from_numpy(x.numpy(force=True).astype(np.float16))
+
+
+def _number(classes: int) -> torch.dtype:
+    """Return the type in which tokens of V classes are stored."""
+    return torch.uint16 if classes <= 2**16 else torch.int32
+
+
+def _check_served(stored: Stored, classes: int) -> None:
+    """Raise BadInput for a form that needs more than the likeliest tokens."""
+    if stored.top_k == "all" or stored.top_k >= classes:
+        expected = f"a number of tokens below the vocabulary's {classes:,} beside `teacher Served`, which tells no more"
+        raise BadInput("teacher_top_k", stored.top_k, expected)
+    if stored.tail == "sample":
+        expected = "bucket or renormalize beside `teacher Served`, which tells of no other tokens"
+        raise BadInput("teacher_tail", stored.tail, expected)

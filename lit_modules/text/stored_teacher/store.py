@@ -16,6 +16,7 @@ from apprentice.batch import IGNORED, Batch, label_mask
 from apprentice.errors import BadInput
 from lit_modules.nets.identity import hash_weights, identify
 from lit_modules.nets.outputs import Outputs
+from lit_modules.nets.served import Decode, Served
 from lit_modules.nets.stored import StoredTeacher
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.text_objective import of_texts
@@ -67,7 +68,7 @@ class TextStore:
 
     Ranks compute chunks of fixed size and order and write each to a file, whose bytes do not depend on their number.
     The folder's name is a hash of the teacher, the texts and the form. A later run maps the files into memory; it needs
-    no teacher, but a `StoredTeacher`.
+    no teacher, but a `StoredTeacher`. One that is served is asked by each rank for its chunks.
 
     Args:
         teacher: the net, before a strategy shards it, or a `StoredTeacher`.
@@ -83,7 +84,8 @@ class TextStore:
         tell: Callable[[str], object],
     ) -> None:  # fmt: skip
         self.folder, self.form, self.classes, self.tell = Path(folder).expanduser(), form, classes, tell
-        self.is_loaded = not isinstance(teacher, StoredTeacher)
+        self.served = teacher if isinstance(teacher, Served) else None
+        self.is_loaded = not isinstance(teacher, StoredTeacher | Served)
         self.expected = {"weights": hash_weights(teacher)} if self.is_loaded else {}
         self.source = source or (identify(teacher) if self.is_loaded else teacher.teacher)
         self.blocks: Blocks | None = None
@@ -114,6 +116,8 @@ class TextStore:
         for name, objective in objectives.items():
             if objective.uses_teacher:
                 _check_method(self.form, f"variants.{name}", objective)
+                if self.served is not None and self.form.tail == "bucket":
+                    _check_temperatures(f"variants.{name}.temperature", objective)
 
     def is_wanted(self, data: Any, _epochs: float) -> bool:
         """Say yes, or raise BadInput if samples are not the same texts in each epoch."""
@@ -141,17 +145,20 @@ class TextStore:
             if ranks != trainer.world_size:
                 expected = "ddp, or another strategy whose ranks all have the teacher, to store its outputs"
                 raise BadInput("trainer.strategy", type(trainer.strategy).__name__, f"{expected}; then any reads them")
-            if not self.is_loaded:
+            if not (self.is_loaded or self.served):
                 raise BadInput(FLAG, folder.path, "the outputs that were there when this run began; they are gone")
             folder.tell_of_older(self.tell)
-            computes = self._write(Blocks(folder, data.batch_size, texts), chunks(), ask, device)
+            decode = data.vocabulary.decode if self.served and hasattr(data, "vocabulary") else None
+            computes = self._write(Blocks(folder, data.batch_size, texts), chunks(), ask, decode, device)
         self.blocks = Blocks(folder, folder.read_facts(self.expected)["block"], texts)
         self.blocks.check(device)
         if not computes:
             self.tell(f"teacher's outputs read from {folder.path}")
         return len(texts.counts) if computes else 0
 
-    def _write(self, blocks: "Blocks", chunks: Iterable[Batch], ask: Ask, device: torch.device) -> bool:
+    def _write(
+        self, blocks: "Blocks", chunks: Iterable[Batch], ask: Ask, decode: Decode | None, device: torch.device
+    ) -> bool:
         """Write the files, of which a killed run may have left some; return whether this run had to."""
         folder = blocks.folder
         with ExitStack() as stack:
@@ -163,7 +170,7 @@ class TextStore:
                 return False
             if not folder.path.exists():
                 raise BadInput(FLAG, self.folder, "a folder that all ranks share, to store a teacher's outputs")
-            self._write_blocks(blocks, chunks, ask)
+            self._write_blocks(blocks, chunks, ask, decode)
             replicas.all_reduce_sum_(torch.zeros(1, device=device))  # all ranks have written theirs
             if replicas.rank() == 0:
                 folder.finish(blocks.numbers, {"block": blocks.size, **self.expected})
@@ -172,8 +179,8 @@ class TextStore:
             replicas.all_reduce_sum_(torch.zeros(1, device=device))
         return True
 
-    def _write_blocks(self, blocks: "Blocks", chunks: Iterable[Batch], ask: Ask) -> None:
-        """Compute a rank's blocks that are missing; all ranks ask the teacher equally often, as it may be sharded."""
+    def _write_blocks(self, blocks: "Blocks", chunks: Iterable[Batch], ask: Ask, decode: Decode | None) -> None:
+        """Compute a rank's blocks that are missing; all ranks ask a loaded teacher equally often: it may be sharded."""
         rank, ranks = replicas.rank(), replicas.count()
         written = [blocks.has(number) for number in blocks.numbers]
         for turn, chunk in enumerate(chunks):
@@ -181,12 +188,31 @@ class TextStore:
                 continue
             block = turn * ranks + rank
             empty = not len(chunk.index)
-            outputs = ask(_filler(chunk) if empty else chunk)
+            outputs = None if self.served else ask(_filler(chunk) if empty else chunk)
             if empty or written[block]:
                 continue
             number = blocks.numbers[block]
-            first = int(blocks.starts[number])
-            blocks.folder.write(number, self.form.reduce(outputs.logits[label_mask(chunk.labels)], first))
+            if outputs is None:
+                stored = self._ask_server(chunk, decode)
+            else:
+                stored = self.form.reduce(outputs.logits[label_mask(chunk.labels)], int(blocks.starts[number]))
+            blocks.folder.write(number, stored)
+
+    def _ask_server(self, chunk: Batch, decode: Decode | None) -> dict[str, Tensor]:
+        """Return what is stored of a chunk; a text is sent up to the last token that counts, which is a label."""
+        assert self.served is not None
+        assert self.form.k is not None
+        texts, places = list[list[int]](), list[Tensor]()
+        for inputs, labels, counts in zip(chunk.inputs, chunk.labels, label_mask(chunk.labels).cpu(), strict=True):
+            if counts.any():
+                last = int(counts.nonzero().max())
+                texts.append([*inputs[: last + 1].tolist(), int(labels[last])])
+                places.append(counts[: last + 1])
+        answers = self.served.top_tokens(texts, self.form.k, decode) if texts else []
+        log_p, tokens = torch.zeros(0, self.form.k, dtype=torch.float64), torch.zeros(0, self.form.k).long()
+        log_p = torch.cat([log_p, *(x[counts] for (x, _), counts in zip(answers, places, strict=True))])
+        tokens = torch.cat([tokens, *(x[counts] for (_, x), counts in zip(answers, places, strict=True))])
+        return self.form.pack_served(log_p, tokens, self.classes)
 
     def rows(self, batch: Batch) -> Outputs:
         """Return the teacher's outputs for a batch's rows; zeros for tokens that do not count."""
@@ -281,6 +307,12 @@ def _check_method(form: Form, flag: str, objective: Objective) -> None:
     if form.tail not in (tails := of_texts(objective).tails):
         takes = " or ".join([f"`teacher_tail {tail}`" for tail in tails] or ["`teacher_top_k all`"])
         raise BadInput(flag, method, f"{takes} for this method, which can't learn from {form}")
+
+
+def _check_temperatures(flag: str, objective: Objective) -> None:
+    if others := {*of_texts(objective).temperatures} - {1.0}:
+        expected = "1, or `teacher_tail renormalize`: the mass of other tokens is known at 1 alone of a served teacher"
+        raise BadInput(flag, min(others), expected)
 
 
 def _filler(chunk: Batch) -> Batch:

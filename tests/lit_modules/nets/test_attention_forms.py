@@ -33,6 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "window": {"window": 3},
     "sinks": {"window": 2, "sinks": 2},
     "qk_norm": {"qk_norm": True},
+    "unit offset": {"qk_norm": True, "unit_offset": True, "norm_eps": 0.1},
+    "width": {"qk_norm": "width", "num_kv_heads": 2, "position": Rotary(100.0)},
     "softcap": {"softcap": 0.7},
     "gate": {"gate": True},
     "sizes": {"head_dim": 6, "scale": 0.3},

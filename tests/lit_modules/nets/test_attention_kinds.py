@@ -379,12 +379,13 @@ def test_projections_of_a_form_that_a_short_text_hides_are_refused(attention: An
 
 def test_the_pages_examples_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "attention-layers.md").read_text()
-    first, second, third = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    first, second, caches, third = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(compile(first, "docs/attention-layers.md", "exec"), {})
     assert capsys.readouterr().out == "2304 2304\n"
     exec(compile(second, "docs/attention-layers.md", "exec"), {})
     size = "torch.Size([2, 10, 64])"
     assert capsys.readouterr().out == f"{size}\n{size} {4 * (24 + 8)}\n{size}\n"
+    exec(compile(caches, "docs/attention-layers.md", "exec"), {})
     exec(compile(third, "docs/attention-layers.md", "exec"), {})
     assert capsys.readouterr().out == "6400 6400\n"
 

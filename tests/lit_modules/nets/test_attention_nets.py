@@ -1,13 +1,11 @@
 """GPT and ViT with each option: cached = whole, packed = alone, compiled = eager, alike everywhere, or refused."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer
 
 from apprentice.batch import Batch
 from apprentice.keyed import with_seed
@@ -19,7 +17,6 @@ from lit_modules.training.expert_balance import balance_loss, balanced_mixtures,
 from strategies.tensor_parallel import check as check_parallel
 from tests.commands import bad_input
 from tests.grids import mostly_slow
-from tests.vit_names import as_vit
 
 MOE: dict[str, Any] = {"mlp": "moe", "hidden": 8, "experts": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -30,6 +27,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": 4, "sinks": 2, "full_every": 2, "position": "rotary"},
     "gemma": {"norm": "rms", "norm_place": "sandwich", "unit_offset": True, "mlp": "geglu", "softcap": 2.0,
               "final_softcap": 3.0, "scale_embedding": True, "qk_norm": True},
+    "gemma 3": {"position": "rotary", "norm": "rms", "unit_offset": True, "qk_norm": True, "window": 4, "full_every": 2,
+                "local_rope_base": 20.0},
+    "olmo": {"position": "rotary", "norm": "rms", "norm_place": "after", "qk_norm": "width", "num_kv_heads": 2,
+             "layer_scale": 0.5},
     "post": {"norm_place": "post"},
     "moe": MOE | {"renormalise": False},
     "linear": {"mixer": "linear"},
@@ -125,6 +126,14 @@ def test_blocks_are_left_out_where_others_do_not_change() -> None:
     assert "a list of blocks" in bad_input(lambda: pruned.choose(hybrid, tokens, tokens))
     pruned = Pruned(layers=[1, 2])
     assert bad_input(lambda: pruned.make(hybrid, pruned.first(hybrid))).startswith("layers [1, 2]: expected ")
+    for options in (
+        {"window": 99, "full_every": 2, "local_rope_base": 20.0},
+        {"nope_every": 2},
+    ):  # windows of any width
+        local = make("llama", **options)
+        assert bad_input(lambda local=local: pruned.make(local, pruned.first(local))).startswith(
+            "layers [1, 2]: expected "
+        )
 
 
 # ViT
@@ -134,6 +143,7 @@ VISION: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm": "rms", "mlp": "swiglu", "gate": True},
     "none": {"position": None, "norm_place": "sandwich", "softcap": 2.0},
     "alibi": {"position": "alibi", "norm_place": "post"},
+    "registers": {"registers": 3, "distillation_token": True, "layer_scale": 0.1, "qk_norm": "width"},
     "moe": MOE | {"balance": 0.0},
 }
 
@@ -153,41 +163,6 @@ def test_a_vit_of_each_kind_compiles_and_is_its_stages(case: str) -> None:
     again = ViT(**net.init_args).double()
     again.load_state_dict(net.state_dict())
     assert torch.equal(again(images), net(images))
-
-
-def check_library(model: nn.Module, **options: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for p in model.double().eval().parameters():
-        nn.init.normal_(p, std=0.2, generator=generator)
-    net = as_vit(model, 4, 16, 2, 2, input_shape=(3, 16, 16), num_classes=7, **options)
-    images = torch.randn(3, 3, 16, 16, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(net(images), model(images), rtol=0, atol=1e-10)
-
-
-def test_a_vit_is_torchvisions() -> None:
-    sizes = (16, 4, 2, 2, 16, 64)
-    check_library(VisionTransformer(*sizes, num_classes=7))
-    check_library(VisionTransformer(*sizes, num_classes=7, norm_layer=partial(nn.LayerNorm, eps=1e-3)), norm_eps=1e-3)
-
-
-def _timm(_: Any) -> None:
-    import timm
-    from timm.models.vision_transformer import VisionTransformer as Timm
-
-    sizes: dict[str, Any] = {"img_size": 16, "patch_size": 4, "num_classes": 7, "embed_dim": 16, "depth": 2}
-    check_library(Timm(num_heads=2, **sizes))
-    tanh = Timm(num_heads=2, **sizes, act_layer="gelu_tanh", norm_layer=partial(nn.LayerNorm, eps=1e-5))
-    check_library(tanh, mlp="gelu_tanh", norm_eps=1e-5)
-    with torch.device("meta"):
-        as_vit(timm.create_model("vit_base_patch16_224"), 16, 768, 12, 12, input_shape=(3, 224, 224), num_classes=1000)
-
-
-@pytest.mark.extras("timm")
-def test_a_vit_is_timms(tmp_path: Any) -> None:
-    from tests.processes import Run
-
-    run = Run(_timm, tmp_path, log=tmp_path / "log")
-    assert run.wait() == 0, run.output
 
 
 # Experts
@@ -247,6 +222,10 @@ def test_the_loss_of_loads_is_the_papers_over_tokens_that_count() -> None:
         ({"position": "x"}, "position x: expected learned, rotary, alibi or null"),
         ({"position": "rotary", "rope_scaling": {"rope_type": "x"}}, "rope_scaling x: expected rope_type"),
         ({"num_kv_heads": 3}, "num_kv_heads 3: expected a divisor of num_heads, 4"),
+        ({"local_rope_base": 2.0, "position": "rotary"}, "local_rope_base 2.0: expected more than 1, beside a window"),
+        ({"local_rope_base": 2.0, "window": 4}, "local_rope_base 2.0: expected its default, but for position=rotary"),
+        ({"layer_scale": 0.0}, "layer_scale 0.0: expected a number above 0, or null"),
+        ({"qk_norm": "x"}, "qk_norm x: expected true, false or width"),
         ({"sinks": 2}, "sinks 2: expected 0 without a window"),
         ({"final_softcap": 0.0}, "final_softcap 0.0: expected above 0, or null"),
         ({"unit_offset": True}, "unit_offset True: expected false with norm=layer"),

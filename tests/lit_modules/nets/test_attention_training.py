@@ -28,6 +28,8 @@ NETS: dict[str, dict[str, Any]] = {
     "delta": {"mixer": "delta", "conv": 4, "position": None},
     "windowed": {"mixer": "windowed", "window": 3, "position": "rotary"},
     "hybrid": {"mixer": "delta", "softmax_every": 2, "norm_place": "sandwich"},
+    "olmo": {"position": "rotary", "norm": "rms", "norm_place": "after", "qk_norm": "width", "num_kv_heads": 1,
+             "layer_scale": 0.5, "window": 3, "full_every": 2, "local_rope_base": 20.0},
     "windowed hybrid": {"mixer": "windowed", "window": 3, "softmax_every": 3},
 }  # fmt: skip
 PIPELINE = {"tie_weights": False, "balance": 0.0}  # its stages share no weights, and see no routers

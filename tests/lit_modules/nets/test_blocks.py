@@ -110,23 +110,30 @@ def test_noise_of_a_router_is_keyed_to_the_rows() -> None:
     assert 1.28 < drawn[0].max() <= 1.3
 
 
-@pytest.mark.parametrize("place", ["pre", "post", "sandwich"])
-def test_norms_stand_where_the_block_says(place: Any) -> None:
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("place", ["pre", "post", "sandwich", "after"])
+def test_norms_stand_where_the_block_says(place: Any, scale: float | None) -> None:
     block: Any = Block(
-        SelfAttention(D, 2, causal=True), mlp=SwiGLU(D, 24), make_norm=partial(RMSNorm, D), norm_place=place
-    ).double()
+        SelfAttention(D, 2, causal=True), mlp=SwiGLU(D, 24), make_norm=partial(RMSNorm, D), norm_place=place,
+        layer_scale=scale,
+    ).double()  # fmt: skip
+    assert scale is None or block.layer_scale2.gamma.eq(scale).all()
     for p in block.parameters():
         nn.init.normal_(p, std=0.4)
 
     def formula(x: Tensor) -> Tensor:
         norms = {name: partial(rms, weight=m.weight) for name, m in block.named_children() if "norm" in name}
-        mix, mlp = block.attention, block.mlp
-        if place == "post":
-            x = norms["norm1"](x + mix(x))
-            return norms["norm2"](x + mlp(x))
         same = nn.Identity()
-        x = x + norms.get("norm1_after", same)(mix(norms["norm1"](x)))
-        return x + norms.get("norm2_after", same)(mlp(norms["norm2"](x)))
+        for n, part in ((1, block.attention), (2, block.mlp)):
+            norm, after = norms[f"norm{n}"], norms.get(f"norm{n}_after", same)
+            gamma = 1 if scale is None else getattr(block, f"layer_scale{n}").gamma
+            if place == "post":
+                x = norm(x + gamma * part(x))
+            elif place == "after":
+                x = x + gamma * norm(part(x))
+            else:
+                x = x + gamma * after(part(norm(x)))
+        return x
 
     check(block, formula, draw(2, 5, D), 1e-10)
 
@@ -151,5 +158,7 @@ def test_what_can_not_be_made_is_refused() -> None:
     assert bad_input(token_norm, "batch", D, 1e-5) == "norm batch: expected layer or rms"
     assert bad_input(token_norm, "layer", D, 1e-5, unit_offset=True).startswith("unit_offset True: expected false")
     assert bad_input(token_mlp, "relu", D, None, True).startswith("mlp relu: expected gelu, ")
-    assert bad_input(Block, SelfAttention(D, 2), norm_place="x") == "norm_place x: expected pre, post or sandwich"
+    assert (
+        bad_input(Block, SelfAttention(D, 2), norm_place="x") == "norm_place x: expected pre, post, sandwich or after"
+    )
     assert isinstance(Block(SelfAttention(D, 2)).mlp, GeluMLP)

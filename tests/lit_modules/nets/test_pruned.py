@@ -198,6 +198,10 @@ def test_places_of_blocks_of_transformers(folder: Path) -> None:
         "neo": transformers.GPTNeoConfig(vocab_size=64, hidden_size=16, num_layers=4, num_heads=2, **neo),
         "starcoder2": transformers.Starcoder2Config(**sizes, **heads),
         "qwen2": transformers.Qwen2Config(**sizes, **heads),
+        "olmo2": transformers.Olmo2Config(**sizes, **heads, head_dim=8),
+        "gemma3": transformers.Gemma3TextConfig(
+            **sizes, **heads, head_dim=8, sliding_window_pattern=2, sliding_window=4
+        ),
         "scaled": scaled,
     }
     nets = {}
@@ -207,9 +211,11 @@ def test_places_of_blocks_of_transformers(folder: Path) -> None:
         for parameter in nets[name].parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
     pruned = Pruned(layers=[1, 2])
-    for name in ("smollm3", "neo", "starcoder2", "qwen2"):
+    for name in ("smollm3", "neo", "starcoder2", "qwen2", "olmo2", "gemma3"):
         smaller = pruned.make(nets[name], pruned.first(nets[name])).eval()
         path, blocks = find_blocks(nets[name])
+        if name == "gemma3":  # its model reads the kind at the place where a block stands
+            nets[name].model.config.layer_types = ["full_attention", "sliding_attention"] * 2
         with Subset(nets[name], path, [blocks[1], blocks[2]]):
             torch.testing.assert_close(smaller(TOKENS), nets[name](TOKENS), rtol=1e-6, atol=1e-6)
         smaller.model.save_pretrained(folder / f"{name}-small")
@@ -221,6 +227,9 @@ def test_places_of_blocks_of_transformers(folder: Path) -> None:
         assert "a teacher whose blocks have the MLP of Llama or GPT-2" in bad_input(Pruned(mlp=8).first, nets[name])
     assert bad_input(Pruned(heads=1).first, nets["qwen2"]) == (
         "heads 1: expected a teacher whose configuration has head_dim; Qwen2Config has none"
+    )
+    assert bad_input(Pruned(heads=2).first, nets["olmo2"]) == (
+        "heads 2: expected all 2 heads: this teacher norms them together"
     )
     adapted = HuggingFaceLM(str(folder / "qwen2"), 64, 16, lora_rank=2)
     assert bad_input(pruned.first, adapted).startswith("teacher.lora_rank 2: expected 0")

@@ -13,6 +13,7 @@ from datamodules import Text
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, Mixer
 from lit_modules.nets.attention.softmax import SelfAttention
+from lit_modules.nets.layers import run
 from lit_modules.objectives import Hinton, Linearize, Objective, Sum
 from lit_modules.objectives.context import StepContext
 from lit_modules.tasks import Tokens
@@ -78,10 +79,40 @@ def test_a_llama_teacher_becomes_our_gpt(tmp_path: Path) -> None:
     module = Distillation(teacher, {"a": (student, Linearize())}, **_shapes(11))
     objective = module.students["a"].objective
     assert set(objective.teacher_layers.values()) == {
-        f"model.model.layers.{n}.{layer}" for n in range(2) for layer in ("input_layernorm", "self_attn.o_proj")
+        f"model.model.layers.{n}.{layer}" for n in range(2) for layer in ("self_attn.q_proj<", "self_attn.o_proj")
     }
     gap = _gap(module, 0.0)
     assert gap.max() < 1e-9  # with a window of the whole text there is nothing to learn
+
+
+@pytest.mark.extras("transformers")
+@with_transformers.in_fork
+def test_it_compares_what_attention_of_each_family_reads_and_writes(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+             "intermediate_size": 8, "num_hidden_layers": 2, "max_position_embeddings": 16}  # fmt: skip
+    for family in ("Olmo2", "Gemma3Text"):
+        config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=None)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+        teacher = HuggingFaceLM(str(tmp_path / family), 11, 16, pretrained=True).eval()
+        module = Distillation(teacher, {"a": (_student(Mixer("delta"), teacher), Linearize())}, **_shapes())
+        compared = module.students["a"].objective.attention
+        for block, paths in zip(GPT.from_hf(teacher.model).blocks, compared, strict=True):
+            with torch.no_grad():
+                read, written = (run(teacher, TOKENS, {*paths}).features[path] for path in paths)
+            torch.testing.assert_close(block.attention(read), written, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_with_other_positions_stay_at_their_places() -> None:
+    """Gemma 3's: blocks with a window have another base."""
+    teacher = _teacher(window=4, full_every=2, local_rope_base=20.0, norm="rms", unit_offset=True, qk_norm=True)
+    student = _student(Mixer("delta", [0, 1]), teacher)
+    assert [block.attention.position.base for block in student.blocks[:2]] == [20.0, 10000.0]
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    for ours, theirs in zip(student.blocks[:2], teacher.blocks[:2], strict=True):
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+    assert _student(Mixer("delta"), teacher).init_args["local_rope_base"] is None
 
 
 def _shapes(classes: int = 11) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from lit_modules.nets.projections import find_projections
 from lit_modules.objectives import AttentionScores, AttnDistill, MiniLM, Objective
 from tests.attention import parts
 from tests.training import SHAPE, assert_same, digits, fit, net, on, weights
-from tests.vit_names import as_vit
 
 B, IMAGE = 3, (1, 4, 6)
 LABELS = torch.tensor([0, 2, 1])
@@ -167,7 +166,7 @@ def test_attention_of_timm_is_that_of_our_vit() -> None:
     found = made.students["r"].objective._rows("teacher_stages", {"model.blocks.11.attn.qkv": _qkv(teacher, images)})[
         "rows.0"
     ]
-    ours = as_vit(teacher.model, 16, 192, 12, 3, input_shape=(3, 32, 32), num_classes=10)
+    ours = ViT.from_library(teacher.model)
     theirs = attention_maps(ours, images)["blocks.11.attention"][:, :, 0]
     torch.testing.assert_close(found.exp(), theirs, rtol=1e-4, atol=1e-5)
     teacher.model.blocks[11].attn.q_norm = nn.LayerNorm(64)  # type: ignore[index]
