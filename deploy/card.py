@@ -25,6 +25,19 @@ PIPELINES = {"images": "image-classification", "bytes": "text-classification"}
 EMBEDDING_PIPELINES = {"images": "image-feature-extraction"}
 METRICS = {"test_acc": "accuracy", "test_f1": "f1"}  # names of metrics there; others have ours
 TEACHER = "teacher"
+USE_ASSISTANT = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
+chat = [{"role": "user", "content": "TEXT"}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+```
+
+It has learned to answer in this template; other texts are not what it was trained on."""
 USE_LANGUAGE_MODEL = """## Use
 
 ```python
@@ -62,15 +75,18 @@ def model_card(folder: Path, facts: NetFacts, parameters: int) -> str:
     return _card(folder, facts, parameters, _head(path, facts, _results(path.run)), _use(facts))
 
 
-def language_card(folder: Path, facts: NetFacts, parameters: int, *, has_encoder: bool, has_known_tokens: bool) -> str:
+def language_card(
+    folder: Path, facts: NetFacts, parameters: int, *, has_encoder: bool, has_known_tokens: bool, answers: bool
+) -> str:
     """Write the card of a language model in a run's folder, as transformers reads it.
 
-    Whether it `has_encoder`, and has the tokens of a published tokenizer; llama.cpp refuses others.
+    Whether it `has_encoder`, has the tokens of a published tokenizer (llama.cpp refuses others), and `answers` chats.
     """
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
     pipeline = "text2text-generation" if has_encoder else "text-generation"
     head = {"library_name": "transformers", "tags": tags, "pipeline_tag": pipeline}
-    use = USE_LANGUAGE_MODEL.replace("CausalLM", "Seq2SeqLM") if has_encoder else USE_LANGUAGE_MODEL
+    use = USE_ASSISTANT if answers and not has_encoder else USE_LANGUAGE_MODEL
+    use = use.replace("CausalLM", "Seq2SeqLM") if has_encoder else use
     return _card(folder, facts, parameters, head, [use, *[USE_LLAMA_CPP] * has_known_tokens])
 
 

@@ -1,11 +1,12 @@
 """Language models that a run has trained, as folders that transformers and peft load."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from apprentice.errors import BadInput
 from apprentice.extras import Missing, need
+from datamodules.text.base import TextData
 from datamodules.text.vocabulary import Subwords, Vocabulary
 from deploy.as_tokenizers import as_tokenizer
 from deploy.as_transformers import as_transformers, set_tokenizer
@@ -37,13 +38,12 @@ def write_language_models(run: Session, names: Collection[str], failed: Mapping[
         if getattr(data, "path", None) is not None:
             notice(f"no {TRANSFORMERS}/ of students, for transformers: {missing}")
         return
-    template = data.conversation_template() if hasattr(data, "conversation_template") else None
-    tokenizer, without = as_tokenizer(vocabulary, template), list[str]()
+    tokenizer, without = as_tokenizer(vocabulary, data.chat_template), list[str]()
     for name, why in failed.items():
         notice(f"no {TRANSFORMERS}/ of {name}: {why}")
     for name in (name for name in names if name not in failed):
         folder = run.out / f"seed{run.config.seeds[0]}" / name
-        if not _write(folder, vocabulary, tokenizer, getattr(data, "end_tokens", ())):
+        if not _write(folder, data, tokenizer):
             without.append(name)
     if without:
         notice(f"no {TRANSFORMERS}/ of {', '.join(without)}: transformers has no model of this architecture")
@@ -59,11 +59,12 @@ def _has_tokens_of(name: str, vocabulary: Vocabulary | Subwords) -> bool:
         return False
 
 
-def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_tokens: Sequence[int]) -> bool:
+def _write(folder: Path, data: TextData, tokenizer: Any) -> bool:
     """Write the model, tokenizer, template, generation config and card of a net's folder into `hf/` in it.
 
-    A response ends at any of `end_tokens`, or if there are none at what model or tokenizer say.
+    A response ends at any of the data's `end_tokens`, or if there are none at what model or tokenizer say.
     """
+    vocabulary, end_tokens = data.vocabulary, data.end_tokens
     net = load_net(folder, "out")
     model = as_transformers(net)
     facts = read_facts(folder, "out")
@@ -88,6 +89,10 @@ def _write(folder: Path, vocabulary: Vocabulary | Subwords, tokenizer: Any, end_
             from safetensors.torch import save_file
 
             save_file(adapter_state(net.model), temporary / "adapter_model.safetensors")
-    kinds = {"has_encoder": isinstance(net, HuggingFaceSeq2Seq), "has_known_tokens": isinstance(vocabulary, Subwords)}
+    kinds = {
+        "has_encoder": isinstance(net, HuggingFaceSeq2Seq),
+        "has_known_tokens": isinstance(vocabulary, Subwords),
+        "answers": data.chat_template is not None,
+    }
     write_text(out / CARD.name, language_card(folder, facts, sum(p.numel() for p in net.parameters()), **kinds))
     return True

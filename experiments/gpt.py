@@ -59,9 +59,12 @@ class Options(TuningOptions):
     compile: bool = False
     """let torch.compile make kernels for the net, on one device or under ddp."""
     sample: str | None = option(None, needs={"run": "FOLDER"})
-    """a prompt that the net in --run continues; nothing is trained."""
+    """a text that the net in --run continues or, where it has learned chats, answers, in their template; of chats also
+    a list of messages in JSON, or a file of chats; nothing is trained."""
     run: str | None = option(None, needs={"sample": "PROMPT"}, acts_with="sample")
     """the folder of a finished run, of a net as RUN/seed0/kd, or of a model of transformers."""
+    raw: bool = option(False, acts_with="sample")
+    """continue the text as it stands, also where the net has learned chats."""
     samples: int = option(1, Limit(
         lambda count: 1 <= count <= MOST_SAMPLES, f"a number of texts, at least 1, at most {MOST_SAMPLES}"
     ), acts_with="sample")  # fmt: skip
@@ -131,7 +134,7 @@ class Alone(OneNet):
 
 
 def write(run: Session) -> None:
-    """Continue `--sample`; BadInput for a flag of training, which would be ignored."""
+    """Continue or answer `--sample`; BadInput for a flag of training, which would be ignored."""
     run.parser.refuse_others("sample", "--sample trains nothing, and writes to the terminal")
     print(*sample(run.config), sep="\n\n")
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ def rows(count: int, longest: int = 12) -> list[dict[str, str]]:
         {"prompt": f"{i} {WORDS[i % len(WORDS)]}?", "response": " ".join((WORDS * 9)[i : i + 1 + i * 7 % longest])}
         for i in range(count)
     ]
+
+
+def chats(count: int, turns: int = 3) -> list[dict[str, Any]]:
+    """Chats of one to `turns` questions with their answers, each with a first question of its own."""
+    return [{"messages": [*chain(*(_turn(i, turn) for turn in range(1 + i % turns)))]} for i in range(count)]
+
+
+def _turn(chat: int, turn: int) -> list[dict[str, str]]:
+    asks, says = f"{chat} and {turn}?", f"it is {chat}"
+    return [{"role": "user", "content": asks}, {"role": "assistant", "content": says}]
 
 
 def write_lines(path: Path, lines: Sequence[Any]) -> Path:

@@ -34,7 +34,7 @@ PROCESS = ("harness.start", "harness.ranks")  # of the harness, these load nothi
 MAY_IMPORT = {
     "experiments": LIBRARY,
     **{f"experiments.{name}": (*LIBRARY, "lab") for name in ("attention", "comm", "hardware", "pipeline")},
-    **{f"experiments.{name}": (*LIBRARY, "deploy") for name in ("export", "predict", "quantize")},
+    **{f"experiments.{name}": (*LIBRARY, "deploy") for name in ("chat", "export", "predict", "quantize")},
     "benchmarks": (*LIBRARY, "deploy", "lab", "benchmarks"),
     "deploy": (*LIBRARY, "deploy"),
     "lab": (*LIBRARY, "lab"),

@@ -1,14 +1,24 @@
 """The base of data sets of texts with a label for each token."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
+from datamodules.text.chat_templates import Template
 from datamodules.text.vocabulary import Subwords, Vocabulary, name_tokens
+
+
+class Question(NamedTuple):
+    """A turn of a chat of the test, in tokens."""
+
+    prompt: Tensor  # (t,), all that stands before it
+    reference: Tensor  # (r,), the data's own response, without a token that ends it
+    asks: Tensor  # (a,), the end of the prompt: what no earlier question has
+    turn: int = 1  # of those that are learned in its chat
 
 
 class TextData(InMemoryData):
@@ -22,6 +32,7 @@ class TextData(InMemoryData):
         tokens_per_byte: in its place, for nets that are judged by bits a byte.
         labels_are_answers: whether nets are judged by how many labels they predict.
         end_tokens: those that end a response; known after `setup`.
+        chat_template: what makes tokens of turns; None of other texts; known after `setup`.
     """
 
     task = "tokens"
@@ -33,6 +44,7 @@ class TextData(InMemoryData):
     tokens_per_byte: float | Mapping[str, float] | None = None
     labels_are_answers: bool = False
     end_tokens: tuple[int, ...] = ()
+    chat_template: Template | None = None
 
     @property
     def train_texts_repeat(self) -> bool:
@@ -58,8 +70,8 @@ class TextData(InMemoryData):
     def module_arguments(self) -> dict[str, Any]:
         return {"end_tokens": self.end_tokens}
 
-    def questions(self, count: int) -> list[tuple[Tensor, Tensor]] | None:
-        """Return so many prompts (t,) of the test, each with a reference (r,), for nets to answer.
+    def questions(self, count: int) -> list[Question] | None:
+        """Return so many questions of the test, for nets to answer.
 
         None where samples are not prompts with responses.
         """

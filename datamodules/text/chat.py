@@ -17,8 +17,8 @@ from datamodules.batch_shapes import BatchShapes, TypicalBatch
 from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
-from datamodules.text.base import TextData
-from datamodules.text.chat_templates import CONTROL, ChatTemplate, MarkedTurns, Template
+from datamodules.text.base import Question, TextData
+from datamodules.text.chat_templates import CONTROL, MarkedTurns, Template, template_of
 from datamodules.text.conversation_files import Source, open_sources
 from datamodules.text.conversations import Columns, Conversation, Learn, read_conversations
 from datamodules.text.loaders import LengthOrder, LossPer, TextLoader, pack_texts
@@ -136,6 +136,7 @@ class Chat(TextData):
         self.vocabulary = self._vocabulary(sources)
         template = self.conversation_template()
         has_turns = next(self._conversations(sources[0])).text is None
+        self.chat_template = template if has_turns else None
         self.end_tokens = template.ends() if has_turns else template.ends_of_texts()
         self._files = [self._open(source, template) for source in sources]
         for source, file in zip(sources, self._files, strict=True):
@@ -237,12 +238,10 @@ class Chat(TextData):
                 text = self.template.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise BadInput("data.template", self.template, f"a file with a chat template; {error}") from None
-        if isinstance(self.vocabulary, Subwords):
-            return ChatTemplate(self.vocabulary, text, self.template)
-        if text is not None:
+        if text is not None and not isinstance(self.vocabulary, Subwords):
             expected = f"not allowed with `data.tokenizer {self.tokenizer or 'bytes'}`, which has its own"
             raise BadInput("data.template", self.template, expected)
-        return MarkedTurns(self.vocabulary)
+        return template_of(self.vocabulary, text, self.template)
 
     def _open(self, source: Source, template: Template) -> TokenFile:
         """Map the tokens of a source, which an earlier run may have written."""
@@ -274,24 +273,29 @@ class Chat(TextData):
         prompts = test.file.index[test.places[chosen].numpy()]["prompt"]
         return {"unit": prompts, "size": test.response_bytes()[chosen].numpy()}
 
-    def questions(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Return so many prompts (t,) of the test, none twice, each with its first response (r,) in the data.
+    def questions(self, count: int) -> list[Question]:
+        """Return so many questions of the test: of chats, no two with one first prompt, each turn that is learned.
 
-        They are tokens, without those that end a response. Plain texts have no prompts.
+        Before it stand the data's own turns. Plain texts ask nothing.
         """
-        test, questions = self._texts("test"), dict[int, tuple[Tensor, Tensor]]()
+        test, questions, known = self._texts("test"), list[Question](), set[int]()
         for place in test.places.tolist():
-            entry, (tokens, learned) = test.file.index[place], test.text(place)
-            before, prompt = int(entry["before"]), int(entry["prompt"])
-            if before < 2 or prompt in questions:
-                continue
-            response = tokens[before:][learned[before:].cumprod().astype(bool)]
-            if len(response) and int(response[-1]) in self.end_tokens:
-                response = response[:-1]
-            questions[prompt] = torch.from_numpy(tokens[:before]), torch.from_numpy(response)
-            if len(questions) == count:
+            if len(questions) >= count:
                 break
-        return [*questions.values()]
+            if (prompt := int(test.file.index[place]["prompt"])) in known:
+                continue
+            known.add(prompt)
+            tokens, learned = test.text(place)
+            edges = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2).tolist()
+            after = 0
+            for turn, (begin, end) in enumerate(edges if edges[0][0] > 1 else [], 1):
+                response = tokens[begin:end]
+                if int(response[-1]) in self.end_tokens:
+                    response = response[:-1]
+                prompt_tokens, reference, asks = map(torch.from_numpy, (tokens[:begin], response, tokens[after:begin]))
+                questions.append(Question(prompt_tokens, reference, asks, turn))
+                after = end
+        return questions[:count]
 
     def show_prompt(self, prompt: Tensor) -> str:
         """Return a prompt's tokens (t,) as a text for people, its marks of turns as line ends."""

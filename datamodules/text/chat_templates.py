@@ -10,7 +10,7 @@ import numpy as np
 
 from apprentice.errors import BadInput, reason
 from datamodules.text.conversations import Conversation
-from datamodules.text.turns import ASSISTANT, CALLS, KNOWN
+from datamodules.text.turns import ASSISTANT, CALLS, KNOWN, Message
 from datamodules.text.vocabulary import Subwords, Vocabulary
 
 END = "\x03"  # after each turn of the built-in template
@@ -44,8 +44,14 @@ class Template(Protocol):
     def encode(self, conversation: Conversation) -> TokenizedConversation:
         """Tokens of a conversation; BadInput if it does not fit."""
 
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """Tokens (n,) of messages, up to where the assistant's next turn begins; BadInput if they don't fit."""
+
     def key(self) -> str:
         """What determines the tokens."""
+
+    def plain(self) -> str | None:
+        """What `template_of` makes it of."""
 
     def ends(self) -> tuple[int, ...]:
         """Tokens that end a response; BadInput if no turn can be learned."""
@@ -72,6 +78,13 @@ class MarkedTurns:
 
     def key(self) -> str:
         return f"marked turns {self.vocabulary.characters!r}"
+
+    def plain(self) -> None:
+        return None
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        before = self.encode(Conversation("the conversation", tuple(messages))).tokens
+        return np.concatenate([before, self.vocabulary.encode(MARKS[ASSISTANT]).numpy()])
 
     def ends(self) -> tuple[int, ...]:
         return (int(self.vocabulary.encode(END, "data.path")[0]),)
@@ -132,7 +145,7 @@ class ChatTemplate:
     """
 
     def __init__(self, vocabulary: Subwords, template: str | None = None, file: Path | None = None) -> None:
-        self.vocabulary, self.tokenizer = vocabulary, vocabulary.tokenizer
+        self.vocabulary, self.tokenizer, self._text = vocabulary, vocabulary.tokenizer, template
         self._origin = file or f"the chat template of {vocabulary.name}"
         self.template = self._on_one_day(template or self._default())
         self.has_marks = bool(self.template and GENERATION.search(self.template))
@@ -164,6 +177,14 @@ class ChatTemplate:
     def key(self) -> str:
         return f"{self.vocabulary.content()} {self.template!r}"
 
+    def plain(self) -> str | None:
+        return self._text
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        conversation = Conversation("the conversation", tuple(messages))
+        self._check(conversation)
+        return self._tokenize(self._render(conversation, add_generation_prompt=True), [], conversation.name).tokens
+
     def ends(self) -> tuple[int, ...]:
         """The tokenizer's end token, and the special token that ends a turn."""
         return tuple(dict.fromkeys([*self.ends_of_texts(), *self._ends_of_turns()]))
@@ -193,6 +214,16 @@ class ChatTemplate:
     def encode(self, conversation: Conversation) -> TokenizedConversation:
         if conversation.text is not None:
             return self._tokenize(*self._plain(conversation.text), conversation.name)
+        self._check(conversation)
+        if self.has_marks:
+            text, spans = self._marked_turns(conversation)
+        else:
+            text = self._render(conversation)
+            spans = [self._turn(conversation, i, text) for i in conversation.learned]
+        return self._tokenize(text, spans, conversation.name)
+
+    def _check(self, conversation: Conversation) -> None:
+        """Raise BadInput for messages that the template does not take."""
         if not self.template:
             expected = "a tokenizer with a chat template; `data.template FILE` brings one, `data.text` needs none"
             raise BadInput("data.tokenizer", self.vocabulary.name, expected)
@@ -202,12 +233,6 @@ class ChatTemplate:
                 raise BadInput("data.messages", role, expected)
         if conversation.tools and not self.reads("tools"):
             raise self._refusal(f"one that writes tools, which {conversation.name} has")
-        if self.has_marks:
-            text, spans = self._marked_turns(conversation)
-        else:
-            text = self._render(conversation)
-            spans = [self._turn(conversation, i, text) for i in conversation.learned]
-        return self._tokenize(text, spans, conversation.name)
 
     def _plain(self, text: str) -> tuple[str, list[Span]]:
         """A text between the tokens for the beginning, if the tokenizer puts one, and for the end; the span learned."""
@@ -316,6 +341,11 @@ class ChatTemplate:
         starts = np.maximum(places[:, 0], np.concatenate([[0], ends[:-1]]))
         before = np.cumsum([0, *(len(_utf8(letter)) for letter in text)])
         return np.where(np.isin(tokens, self._special_tokens), 0, before[np.maximum(ends, starts)] - before[starts])
+
+
+def template_of(vocabulary: Vocabulary | Subwords, text: str | None = None, file: Path | None = None) -> Template:
+    """Return the built-in template or, of a tokenizer, its own or another one's text, which may be a file's."""
+    return ChatTemplate(vocabulary, text, file) if isinstance(vocabulary, Subwords) else MarkedTurns(vocabulary)
 
 
 def _utf8(text: str) -> bytes:

@@ -23,7 +23,9 @@ from lit_modules.training.loop import Loop
 from lit_modules.training.training_log import is_logged, tags
 
 # Of each task the metrics from which the user chooses come before the default, which is scored in any case.
-SCORES = [f"val/{metric.score}" for name in TASKS for metric in reversed([*task_class(name).metrics.values()])]
+METRICS = [metric for name in TASKS for metric in reversed([*task_class(name).metrics.values()])]
+SCORES = [f"val/{metric.score}" for metric in METRICS]
+IN_BITS = {f"val/{metric.score}" for metric in METRICS if metric.unit == "bits"}
 TAGS = (*SCORES, "val/loss", "train/acc", "train/loss")
 SILENCE = 9.0  # seconds without a line, at most, where batches are shorter
 REDRAW = 0.1  # seconds between two pictures of the display
@@ -49,7 +51,7 @@ def progress(label: str, rest: Rest | None = None) -> Show:
 class Lines(Callback):
     """Prints a line an epoch, or a validation where training is counted in steps, and at least one every 9 seconds.
 
-    A line begins with the label and has the accuracy, or another score, of each run: of validation, else of training.
+    A line has the label and a score of each run, of validation, else of training; beside the first bits, the loss.
     """
 
     def __init__(self, label: str) -> None:
@@ -111,7 +113,8 @@ class Lines(Callback):
     def _scores(self, trainer: Trainer, module: LightningModule) -> str:
         tag, values = scores(trainer, module)
         words = _by_run(values)
-        return f"{time.monotonic() - self._began:.1f} s" + (f"  {tag} {words}" if words else "")
+        beside = losses(module) if tag in IN_BITS and trainer.current_epoch == 0 else ""
+        return "  ".join(filter(None, [f"{time.monotonic() - self._began:.1f} s", words and f"{tag} {words}", beside]))
 
     def _say(self, trainer: Trainer, *parts: str) -> None:
         self._spoke = time.monotonic()

@@ -32,7 +32,7 @@ from harness.runs.tensorboard import RunsLogger
 from harness.runs.trainer import finish_runs
 from harness.runs.training_options import scheduler_factory
 from harness.studies import costs
-from harness.studies.choices import judged_by, learner_options, net_spec, trained_spec
+from harness.studies.choices import is_from_teacher, judged_by, learner_options, net_spec, trained_spec
 from lit_modules.classifier import LitClassifier
 from lit_modules.distillation import Distillation
 from lit_modules.nets.identity import configurations
@@ -93,7 +93,8 @@ def fit(
                 if measure is None
                 else measure(plan, module, arm, part, outcome)
             )
-            if spec["class_path"] != net_spec(session, arm.net)["class_path"]:
+            chosen = net_spec(session, arm.net)["class_path"]
+            if spec["class_path"] != chosen and not is_from_teacher(session.config, arm.net):
                 record.nets[arm.name] = replace(record.nets[arm.name], net=type(net).__name__)
             if plan.until is None:  # else the fit goes on
                 _export(session, plan, module, arm, net, spec)

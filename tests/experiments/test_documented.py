@@ -1,6 +1,7 @@
 """The commands of README, docs and the scripts' own help run as printed, shortened, and print no line but ours."""
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -67,7 +68,14 @@ SMALLER = {
     "--generated_tokens": "2",
 }
 NETS = {"ViT": ["--teacher.num_layers", "1", "--student.num_layers", "1"]}  # of a net that both are
-NEEDED = {"compare", "--out", "--resume", "--sample", "--help"}  # what they leave or show is of these commands alone
+NEEDED = {
+    "chat",
+    "compare",
+    "--out",
+    "--resume",
+    "--sample",
+    "--help",
+}  # what they leave or show is of these commands alone
 FOLLOWED = ("int8.md",)  # by tests/experiments/test_quantize.py, which looks for noise, too
 FLAGS = re.MULTILINE | re.DOTALL
 # A file's code, its name, and the command with it.
@@ -116,7 +124,7 @@ for script, script_flags in COMMANDS:
     if script != "gpt" or not NOT_ONE_NET.search(" ".join(script_flags)):
         FIRST.setdefault(script, script_flags)
 # Started in a process of their own, before the others; so is quantize.py, by tests/experiments/test_quantize.py.
-FRESH = [name for name in FIRST if name not in {"compare", "quantize"}]
+FRESH = [name for name in FIRST if name not in {"chat", "compare", "quantize"}]
 
 
 def shortened(name: str, flags: list[str]) -> list[str]:
@@ -129,14 +137,15 @@ def shortened(name: str, flags: list[str]) -> list[str]:
     names |= {"runs/embeddings/seed{seed}/rkd": "done/kd/seed0/kd"}
     names |= dict.fromkeys(["cifar10", "shapes", "photographs", *(["DIR"] if "ImageFolder" in flags else [])], "images")
     flags = [names.get(flag, flag).replace("../shared/data", "DIR") for flag in flags]
-    flags = [re.sub(r"\bRUN/seed(\d|{seed})", "done/kd/seed0", flag) for flag in flags]
+    run = "runs/chats" if name == "chat" else "done/kd"
+    flags = [re.sub(r"\bRUN/seed(\d|{seed})", f"{run}/seed0", flag) for flag in flags]
     flags = [re.sub(r"^\[100,.*", "[100]", flag) for flag in flags]  # seeds of a search
     flags += [*itertools.chain(*((flag, value) for flag, value in SMALLER.items() if flag in flags))]
     both = [flags[i + 1] for i, flag in enumerate(flags) if flag in {"--teacher", "--student"}]
     flags += [*itertools.chain(*(more for net, more in NETS.items() if both == [net] * 2))]
     if name == "gpt" and not NOT_ONE_NET.search(" ".join(flags)):
         flags += ["--net.num_layers", "1"]
-    return flags if name == "compare" or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
+    return flags if name in {"chat", "compare"} or goes_on(flags) else last([*flags, *shlex.split(SHORTER[name])])
 
 
 def last(flags: list[str]) -> list[str]:
@@ -293,6 +302,7 @@ def test_documented_commands_print_no_line_but_ours(number: int, folder: Path) -
 def called(folder: Path, name: str, flags: list[str]) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    sys.stdin = io.StringIO("What does len do?\n")  # of chat.py
     warnings.resetwarnings()  # pytest has made them errors
     exporting.read_here()
     importlib.import_module(f"experiments.{name}").main(flags)

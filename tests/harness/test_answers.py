@@ -15,10 +15,11 @@ import torch
 from datamodules import Chat
 from experiments import kd
 from harness.reports import html
+from harness.reports.uncertainty import crossed_interval
 from harness.runs.nets import load_net
 from harness.studies.text.answers import judging_settings
-from harness.studies.text.answers_section import text_cell
-from tests.chats import write_lines
+from harness.studies.text.answers_section import KEY, _difference, text_cell
+from tests.chats import chats, write_lines
 from tests.commands import refused, results, start
 from tests.figures import drawn
 
@@ -69,7 +70,7 @@ def by_hand(net: Any, prompt: torch.Tensor, end: int) -> list[int]:
 def test_answers_are_the_likeliest_tokens_and_judged_by_the_function(run: Path) -> None:
     data = Chat(run / "questions.jsonl", batch_size=4, test_size=9, validation_size=0)
     asked = data.questions(PROMPTS)
-    prompts = [data.vocabulary.decode(prompt) for prompt, _ in asked]
+    prompts = [data.vocabulary.decode(question.prompt) for question in asked]
     assert len({*prompts}) == PROMPTS
     found = results(run / "run")
     rows = {"teacher": found["teacher"], **found["students"]}
@@ -77,9 +78,10 @@ def test_answers_are_the_likeliest_tokens_and_judged_by_the_function(run: Path) 
         for name in rows:
             folder = run / "run" / f"seed{seed}" / name
             net, answers = load_net(folder, "out"), json.loads((folder / "generations.json").read_text())
-            expected = [data.vocabulary.decode(torch.tensor(by_hand(net, p, *data.end_tokens))) for p, _ in asked]
-            assert [answer["answer"] for answer in answers] == expected
-            assert [answer["reference"] for answer in answers] == [data.vocabulary.decode(r) for _, r in asked]
+            expected = [torch.tensor(by_hand(net, question.prompt, *data.end_tokens)) for question in asked]
+            assert [answer["answer"] for answer in answers] == [*map(data.vocabulary.decode, expected)]
+            references = [data.vocabulary.decode(question.reference) for question in asked]
+            assert [answer["reference"] for answer in answers] == references
             for answer, prompt in zip(answers, prompts, strict=True):
                 assert answer["reference"].startswith("*")
                 assert answer["prompt"] in prompt
@@ -94,6 +96,56 @@ def test_the_page_shows_them_side_by_side(run: Path) -> None:
     assert f"{__name__}.count_letters" in page
     assert "score of answers" in (run / "run" / "results.md").read_text()
     assert "<em>" not in page.partition("Answers side by side")[2].partition("<h2>")[0]  # of the references' stars
+
+
+def test_all_turns_are_asked_after_the_true_ones(tmp_path: Path) -> None:
+    """Each turn of a chat by its own prompt, with the data's turns before it; scores say how many they count."""
+    path = write_lines(tmp_path / "chats.jsonl", chats(30))
+    data = Chat(path, batch_size=4, test_size=9, validation_size=0)
+    data.setup()
+    rows = {chat["messages"][0]["content"]: chat["messages"] for chat in chats(30)}
+    asked, shown = data.questions(99), []
+    for question in asked:
+        shown = [*(shown if question.turn > 1 else []), data.show_prompt(question.asks)]
+        messages = rows[shown[0]][: 2 * question.turn]
+        assert shown == [message["content"] for message in messages[::2]]
+        assert data.vocabulary.decode(question.reference) == messages[-1]["content"]
+        assert data.chat_template is not None
+        assert question.prompt.tolist() == data.chat_template.prompt(messages[:-1]).tolist()
+    firsts = sum(question.turn == 1 for question in asked)
+    assert (firsts, len(asked)) == (9, sum(len(rows[data.show_prompt(q.asks)]) // 2 for q in asked if q.turn == 1))
+    assert [q.turn for q in data.questions(3)] == [q.turn for q in asked[:3]]
+    flags = [*SMALL, "--data.path", str(path), "--seeds", "2", "--generated_metric", f"{__name__}.count_letters"]
+    with drawn():
+        start(tmp_path / "run", *flags).check()
+    answers = json.loads((tmp_path / "run" / "seed0" / "kd" / "generations.json").read_text())
+    assert [answer["turn"] for answer in answers] == [question.turn for question in asked[:PROMPTS]]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"of {PROMPTS} answers in {sum(q.turn == 1 for q in asked[:PROMPTS])} chats of the test" in page
+    assert "turn 2." in page
+
+
+def test_an_interval_of_answers_takes_chats_as_units() -> None:
+    """It is that of a ratio of sums over chats; of chats of one answer, that over answers."""
+    generator = np.random.default_rng(0)
+    scores = {name: generator.integers(5, size=(3, 12)).astype(float) for name in ("ce", "kd")}
+    students = {name: Namespace(samples={KEY: values.tolist()}) for name, values in scores.items()}
+    results: Any = Namespace(students=students)
+    difference = scores["kd"] - scores["ce"]
+
+    def shown(interval: Any) -> str:
+        return f"{interval['mean']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
+
+    assert _difference(results, "kd", "ce", np.ones(12)) == shown(crossed_interval(difference))
+    turns = np.array([1, 2, 1, 1, 2, 3, 1, 1, 1, 2, 1, 1])
+    sums, sizes = [], []
+    for chat in range(1, (turns == 1).sum() + 1):
+        inside = (turns == 1).cumsum() == chat
+        sums.append(difference[:, inside].sum(1))
+        sizes.append(inside.sum())
+    mean, size = difference.mean(1, keepdims=True), np.mean(sizes)
+    linear = mean + (np.stack(sums, 1) - mean * np.array(sizes)) / size  # Cochran, 6.5
+    assert _difference(results, "kd", "ce", turns) == shown(crossed_interval(linear))
 
 
 def test_a_text_is_shown_as_it_is() -> None:

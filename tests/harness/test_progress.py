@@ -18,6 +18,7 @@ from harness.runs.progress import Display, Lines, estimate_rest, is_live
 from harness.runs.quiet import quiet
 from harness.runs.records import FitRecord
 from harness.runs.training_options import add_trainer
+from tests.language import language_model, text
 from tests.processes import Run
 from tests.terminal import on_terminal
 from tests.training import classifier, digits, distillation, fit
@@ -97,6 +98,17 @@ def test_an_epochs_line_without_validation_has_its_mean(every: int, capsys: pyte
     expected = [f"train/acc {epoch['train/acc']:.4f}" for epoch in module.training_log.epochs]  # type: ignore[union-attr, index]
     assert [line.rpartition("  ")[2] for line in lines] == expected
     assert len(expected) == 3
+
+
+def test_beside_the_first_epochs_bits_stands_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = text(tmp_path)
+    module = language_model(data)
+    fit(module, data, callbacks=[Lines("x")], max_epochs=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("x  epoch")]
+    loss = module.training_log.epochs[0]["train/loss"]  # type: ignore[index]
+    bits = r"x  epoch {}/2  \d+\.\d s  val/bpc \d\.\d{{4}}"
+    assert re.fullmatch(bits.format(1) + f"  train/loss {loss:.4f}", lines[0])
+    assert re.fullmatch(bits.format(2), lines[1])
 
 
 def tell() -> None:

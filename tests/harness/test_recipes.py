@@ -9,6 +9,7 @@ import yaml
 from apprentice.errors import BadInput
 from experiments import kd
 from harness.studies.recipes import DEFAULT, DEFAULT_OF_TEXTS, RECIPES, Recipe
+from harness.studies.text.pretrained_settings import SETTINGS
 from tests.commands import Refusal, results
 
 
@@ -144,3 +145,36 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path: Path, refusal: Refusal) -
     assert (yaml.safe_load(settings.read_text()), weights.read_bytes()) == before
     line = refusal(kd.main, "--resume", "true", "--recipe", "tutorial", *out)
     assert line.startswith("--recipe tutorial: expected repdistiller")
+
+
+LM = ["--teacher", "HuggingFaceLM", "--teacher.name", "N", "--teacher.pretrained", "true"]
+PRUNED = ["--student", "Pruned", "--student.layers", "2"]
+WHOLE = ["--student", "lit_modules.nets.HuggingFaceLM", "--student.name", "N", "--student.pretrained=true"]
+
+
+@pytest.mark.parametrize(
+    "students", [PRUNED, WHOLE, ["--students.a", "GPT", "--students.b", "Mixer", "--only", "a-ce"]]
+)
+@pytest.mark.parametrize("path", [["--data.path", "x.jsonl"], []])
+def test_students_of_a_pretrained_model_have_its_rate(students: list[str], path: list[str]) -> None:
+    found = chosen("--data", "Chat", *path, *LM, *students)
+    assert found["optimizer"]["class_path"] == "torch.optim.AdamW"
+    assert found["optimizer"]["init_args"]["lr"] == SETTINGS["optimizer.lr"]
+    assert found["scheduler"]["init_args"]["warmup_ratio"] == SETTINGS["scheduler.warmup_ratio"]
+    assert found["trainer"]["gradient_clip_val"] == 1
+    other = chosen("--data", "Chat", *path, *LM, *students, "--optimizer.lr", "2e-5")
+    assert other["optimizer"]["init_args"]["lr"] == 2e-5
+    assert {**other, "optimizer": None} == {**found, "optimizer": None}
+
+
+@pytest.mark.parametrize(("flags", "optimizer"), [
+    ([*LM, *PRUNED, "--optimizer", "SGD"], ("SGD", 1e-3)),
+    ([*LM, *PRUNED, "--scheduler", "CosineWarmup"], ("Adam", 1e-3)),
+    ([*LM, *PRUNED, "--recipe", "linearize"], ("AdamW", 1e-3)),
+    ([*LM, "--student", "GPT"], ("Adam", 1e-3)),
+    ([*LM[:4], "--student", "HuggingFaceLM", "--student.name", "N"], ("Adam", 1e-3)),
+    (["--teacher", "GPT", *PRUNED], ("Adam", 1e-3)),
+])  # fmt: skip
+def test_other_students_and_choices_have_theirs(flags: list[str], optimizer: tuple[str, float]) -> None:
+    found = chosen("--data", "Chat", "--data.path", "x.jsonl", *flags)["optimizer"]
+    assert (found["class_path"].rpartition(".")[2], found["init_args"]["lr"]) == optimizer

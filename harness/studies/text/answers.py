@@ -24,8 +24,8 @@ from harness.studies.text.answers_section import Answer
 from lit_modules.nets.generation import Sampling, check_writer, generate
 
 FILE = "generations.json"  # in a net's folder
-SHOWN = 12  # prompts where no function judges the answers
-JUDGED = 100  # prompts where one does
+SHOWN = 12  # answers where no function judges them
+JUDGED = 100  # answers where one does
 TOKENS = 64  # of an answer
 AT_ONCE = 16  # prompts that a net answers at the same time
 
@@ -65,7 +65,7 @@ def judging_settings(config: Namespace) -> tuple[Any, ...]:
         content = "" if module is None else inspect.getsource(module)
     except (OSError, TypeError):  # it is written in another language
         content = ""
-    return path, content, config.generated_prompts, config.generated_tokens
+    return path, content, config.generated_prompts, config.generated_tokens, "all turns"
 
 
 def check_answers(session: Session) -> None:
@@ -78,7 +78,7 @@ def check_answers(session: Session) -> None:
             why = "whose test has no prompts" if questions is None else "which has no prompts to answer"
             raise BadInput(flag, value, f"not allowed with `data {data.name}`, {why}; `data Chat` may have some")
     if questions and vars(config).get("generated_metric") is not None:
-        reference = data.vocabulary.decode(questions[0][1])
+        reference = data.vocabulary.decode(questions[0].reference)
         judge_answer(Asked.of(config).judge, config.generated_metric, reference, reference)
 
 
@@ -111,11 +111,12 @@ def add_answers(
     if questions is None:
         return record
     with outcome.autocast(), costs.alone(outcome.device):
-        texts = [*_write(net, [prompt for prompt, _ in questions], asked.tokens, data.end_tokens, outcome.device)]
+        texts = [*_write(net, [asks.prompt for asks in questions], asked.tokens, data.end_tokens, outcome.device)]
     decode, path, answers = data.vocabulary.decode, vars(session.config).get("generated_metric"), list[Answer]()
-    for (prompt, reference), text in zip(questions, texts, strict=True):
-        asks, expected, answer = data.show_prompt(prompt), decode(reference), decode(text)
-        answers.append(Answer(asks, expected, answer, judge_answer(asked.judge, path, answer, expected)))
+    for asks, text in zip(questions, texts, strict=True):
+        shown, expected, answer = data.show_prompt(asks.asks), decode(asks.reference), decode(text)
+        score = judge_answer(asked.judge, path, answer, expected)
+        answers.append(Answer(shown, expected, answer, score, asks.turn))
     folder = plan.folder(session.out) / name
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, [asdict(answer) for answer in answers])

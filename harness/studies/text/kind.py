@@ -84,7 +84,9 @@ class TextKind(DataKind):
         return answers_section.section(results, found)
 
     def next_steps(self, session: Session, folder: str) -> dict[str, str]:
-        return {"continue": command_line("gpt.py", run=folder, sample="PROMPT")}
+        has_chats = getattr(session.data, "chat_template", None) is not None
+        chat = {"chat": command_line("chat.py", run=folder)} if has_chats else {}
+        return {**chat, "continue": command_line("gpt.py", run=folder, sample="PROMPT")}
 
     def finish(self, session: Session, teachers: Iterable[str], students: Iterable[str]) -> None:
         with self.data_of_teacher(session):

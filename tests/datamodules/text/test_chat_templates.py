@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from apprentice.errors import BadInput
-from datamodules import Chat, Subwords
-from datamodules.text.chat_templates import ChatTemplate, TokenizedConversation
+from datamodules import Chat, Subwords, Vocabulary
+from datamodules.text.chat_templates import ChatTemplate, MarkedTurns, TokenizedConversation
 from datamodules.text.conversations import Conversation
 from experiments import kd
 from lit_modules.nets import HuggingFaceLM
@@ -74,6 +74,14 @@ def test_the_assistants_turns_are_learned(folder: Path) -> None:
         made = ChatTemplate(words, template)
         return learned(made, made.encode(conversation(*turns)))
 
+    for made in (ChatTemplate(words), ChatTemplate(words, MARKED), MarkedTurns(Vocabulary())):
+        tokens = made.encode(conversation()).tokens.tolist()
+        for turn in (2, 4):  # a prompt is what stands in the whole before what is learned
+            prompt = made.prompt(conversation().messages[:turn]).tolist()
+            assert prompt == tokens[: len(prompt)]
+            assert made.encode(conversation(*TURNS[: turn + 1])._replace(prompted=turn)).learned.argmax() == len(prompt)
+    critic = conversation(("critic", "a")).messages
+    assert "a role that the template knows" in bad_input(ChatTemplate(words).prompt, critic)
     whole = "jumps<|im_end|>lazy <|im_end|>"  # without the new line after the end token, which is never generated
     assert text(None) == text(MARKED) == whole
     for template in (None, MARKED):  # the bytes of contents, where a character may have several tokens
