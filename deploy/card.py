@@ -85,8 +85,9 @@ def language_card(
     tags = ["knowledge-distillation", "pytorch", "safetensors"]
     pipeline = "text2text-generation" if has_encoder else "text-generation"
     head = {"library_name": "transformers", "tags": tags, "pipeline_tag": pipeline}
-    use = USE_ASSISTANT if answers and not has_encoder else USE_LANGUAGE_MODEL
-    use = use.replace("CausalLM", "Seq2SeqLM") if has_encoder else use
+    use = USE_ASSISTANT if answers else USE_LANGUAGE_MODEL
+    if has_encoder:  # its decoder gives the answer alone
+        use = use.replace("CausalLM", "Seq2SeqLM").replace(', inputs["input_ids"].shape[1] :', "")
     return _card(folder, facts, parameters, head, [use, *[USE_LLAMA_CPP] * has_known_tokens])
 
 

@@ -163,8 +163,8 @@ def test_help_tells_what_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "data: Chat, Copying, Needle, Recall, Text, or the import path of a class: --data Text",
         "--data.block_size 64 T, tokens of a sample",
-        "net: EncoderDecoder, Ensemble, GPT, HuggingFace,", "--net.attention_dropout 0.0", "--model.lr 0.003 the highest learning rate",
-        "--trainer.max_steps 800",
+        "net: EncoderDecoder, Ensemble, GPT, HuggingFace,", "--net.attention_dropout 0.0",
+        "--model.lr 0.003 the highest learning rate", "--trainer.max_steps 800",
     ):  # fmt: skip
         assert line in told
 

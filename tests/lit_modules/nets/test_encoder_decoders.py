@@ -1,6 +1,7 @@
 """Encoder-decoders as language models: prompts into the encoder, alone = in company, cached = not, T5 and BART."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,5 +151,7 @@ def test_teacher_and_student_of_a_conversation(tmp_path: Path) -> None:
     kd.main([*flags.split(), "--student.config", small])
     hf = run / "seed0" / "kd" / "hf"
     assert transformers.AutoModelForSeq2SeqLM.from_pretrained(hf).config.num_decoder_layers == 1
-    assert "AutoModelForSeq2SeqLM" in (hf / "README.md").read_text()
-    gpt.main(["--sample", "the fox<|im_end|>", "--run", str(run / "seed0" / "kd")])
+    (code,) = re.findall(r"```python\n(.*?)```", (hf / "README.md").read_text(), re.DOTALL)
+    exec(code.replace("FOLDER", str(hf)), {})
+    for prompt in (["the fox"], ["the fox<|im_end|>", "--raw", "true"]):
+        gpt.main(["--sample", *prompt, "--run", str(run / "seed0" / "kd")])
