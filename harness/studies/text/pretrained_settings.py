@@ -11,7 +11,7 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer": "AdamW", "optimizer.lr": 3e-4, "scheduler": "CosineWarmup", "scheduler.warmup_ratio": 0.1,
     "trainer.gradient_clip_val": 1.0,
 }  # fmt: skip
-MODEL, OF_TEACHER = "HuggingFaceLM", {"Pruned", "Mixer"}  # classes
+MODELS, OF_TEACHER = {"HuggingFaceLM", "HuggingFaceSeq2Seq"}, {"Pruned", "Mixer"}  # classes
 
 
 def of_pretrained(flags: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
@@ -32,7 +32,7 @@ def _begins_pretrained(flags: Mapping[str, Any], key: str, teacher: bool) -> boo
 
 
 def _is_pretrained(flags: Mapping[str, Any], key: str) -> bool:
-    return _class_name(flags, key) == MODEL and str(flags.get(f"{key}.pretrained")).lower() == "true"
+    return _class_name(flags, key) in MODELS and str(flags.get(f"{key}.pretrained")).lower() == "true"
 
 
 def _class_name(flags: Mapping[str, Any], key: str) -> str:
