@@ -32,6 +32,7 @@ class TextData(InMemoryData):
         tokens_per_byte: in its place, for nets that are judged by bits a byte.
         labels_are_answers: whether nets are judged by how many labels they predict.
         end_tokens: those that end a response; known after `setup`.
+        has_prompts: whether texts are prompts with responses.
         chat_template: what makes tokens of turns; None of other texts; known after `setup`.
     """
 
@@ -44,6 +45,7 @@ class TextData(InMemoryData):
     tokens_per_byte: float | Mapping[str, float] | None = None
     labels_are_answers: bool = False
     end_tokens: tuple[int, ...] = ()
+    has_prompts: bool = False
     chat_template: Template | None = None
 
     @property
@@ -89,11 +91,18 @@ class TextData(InMemoryData):
         if isinstance(self.vocabulary, Subwords) and (names := self.vocabulary.left_out):
             self.say(f"{self.tokenizer}: its model has no rows for {name_tokens(names)}; no text may have them")
 
+    def check_prompts(self, net: Any, whose: str) -> None:
+        """Raise BadInput for a net whose encoder reads prompts, if these texts have none."""
+        if net.prompt_end is not None and not self.has_prompts:
+            expected = f"Chat: the encoder of {whose} reads prompts, which these texts have not"
+            raise BadInput("data", type(self).__name__, expected)
+
     def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
         """Raise BadInput if a net's weights know the tokens of a Hugging Face tokenizer, and these are others.
 
         One that is `trained` may learn other added tokens at its rows for these numbers; a line says which.
         """
+        self.check_prompts(net, whose)
         if net.tokenizer is None:
             return
         self.split("train")

@@ -81,6 +81,7 @@ class Chat(TextData):
 
     train_inputs_repeat = False  # rows of two batches have other lengths, and the logits of all would fill the memory
     train_texts_repeat = True
+    has_prompts = True
     free_options = TextData.free_options | {"cache_dir"}
 
     def __init__(
@@ -171,9 +172,9 @@ class Chat(TextData):
     def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
         """Raise BadInput if the net's tokens are others, or its encoder can't tell where a prompt ends."""
         super().check_net(net, whose, trained)
-        texts = self._texts("train")
         if net.prompt_end is None:
             return
+        texts = self._texts("train")
         for chosen in range(min(len(texts.places), FEW)):
             prompt = texts.prompt(chosen)
             if len(prompt) and not (prompt == net.prompt_end).any():

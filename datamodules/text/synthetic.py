@@ -76,7 +76,8 @@ class SyntheticTexts(TextData):
         return self._num_tokens
 
     def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
-        """Take any net: tokens stand for nothing."""
+        """Take any net but one that reads prompts: tokens stand for nothing."""
+        self.check_prompts(net, whose)
 
     @property
     def label_weight(self) -> float:

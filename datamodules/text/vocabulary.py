@@ -94,7 +94,8 @@ class Subwords:
         rows = _rows_of_model(transformers, name)
         self._size = min(len(self.tokenizer), rows) if rows else len(self.tokenizer)
         numbers = self.tokenizer.get_vocab() if self._size < len(self.tokenizer) else {}
-        self.left_out = [text for text, number in numbers.items() if number >= self._size]
+        beyond = (text for text, number in numbers.items() if number >= self._size)
+        self.left_out = sorted(beyond, key=numbers.__getitem__)  # tokenizers give no order
 
     def numbers(self) -> dict[str, int]:
         """Return the number of each token, by its text."""

@@ -64,6 +64,8 @@ class EncoderDecoder(EncoderDecoderNet):
         self.vocab_size, self.block_size, self.prompt_end, self.start = vocab_size, block_size, prompt_end, prompt_end
         shared: dict[str, Any] = {"embed_dim": embed_dim, "num_heads": num_heads, "dropout": dropout, "bias": bias}
         reads, writes = (BlockOptions(**shared, causal=causal, **options) for causal in (False, True))
+        if reads.mlp == "moe" and reads.balance:
+            raise BadInput("balance", reads.balance, "0: neither half has its tokens where a row's labels are")
         places, numbers = block_size if reads.position == "learned" else 0, range(num_layers)
         size = vocab_size, block_size, places, embed_dim, dropout
         self.prompt_embedding, self.embedding = TokenEmbedding(*size), TokenEmbedding(*size, layer=1 + 2 * num_layers)
@@ -117,7 +119,7 @@ class _ReadingBlock(Block):
         self.cross_norm = make_norm(o)
         self.cross = CrossAttention(
             o.embed_dim, o.num_heads, bias=o.bias, backend=o.backend, num_kv_heads=o.num_kv_heads,
-            qk_norm=bool(o.qk_norm), head_dim=o.head_dim,
+            qk_norm=o.qk_norm is True, head_dim=o.head_dim, softcap=o.softcap, scale=o.scale,
         )  # fmt: skip
         self.cross_dropout = Dropout(o.dropout, layer + 2)
 

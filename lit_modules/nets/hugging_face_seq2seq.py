@@ -85,8 +85,7 @@ class HuggingFaceSeq2Seq(EncoderDecoderNet):
     def begin(self, memory: Any, capacity: int) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache
 
-        config = self.model.config
-        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())  # which grow by the decoder's layers
 
     def decode(self, tokens: Tensor, memory: Any, past: Any = None) -> tuple[Tensor, Any]:
         states, mask = memory

@@ -187,7 +187,11 @@ def _as_gpt(teacher: nn.Module) -> GPT:
         return teacher
     assert isinstance(teacher, HuggingFaceLM)
     softmax, tokens = GPT.from_hf(teacher.model).float(), teacher.vocab_size
-    if tokens == softmax.init_args["vocab_size"]:
+    rows = softmax.init_args["vocab_size"]
+    if tokens > rows:
+        expected = f"one with at most {rows:,}, for which the teacher has rows, beside Mixer"
+        raise BadInput("data.tokenizer", f"{tokens:,} tokens", expected)
+    if tokens == rows:
         return softmax
     net, state = GPT(**{**softmax.init_args, "vocab_size": tokens}), softmax.state_dict()
     cut = ("embedding.tokens.weight", "head.weight")  # models are padded at the end

@@ -53,7 +53,7 @@ class SharedTokens(NamedTuple):
 
     def read(self, tokens: Tensor) -> Tensor:
         """Return the model's numbers of tokens (b, T); of those that it lacks, which no text has, that of another."""
-        return self.numbers.clamp(min=0).to(tokens.device)[tokens.long()]
+        return self.numbers.to(tokens.device)[tokens.long()].clamp(min=0)
 
     def order(self, logits: Tensor) -> Tensor:
         """Return logits (..., V) of our tokens, of the model's (..., rows): a view if these are its first ones."""

@@ -154,7 +154,7 @@ def _makes_module(target: Any) -> bool:
     """Return whether this is a function that is annotated to return a module."""
     try:
         made = get_type_hints(target).get("return") if inspect.isfunction(target) else None
-    except NameError:  # in an annotation for type checkers alone
+    except Exception:  # noqa: BLE001 - an annotation may be for type checkers or people alone
         return False
     return inspect.isclass(made) and issubclass(made, nn.Module)
 

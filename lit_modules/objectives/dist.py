@@ -46,6 +46,7 @@ class DIST(LogitObjective):
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         """Raise BadInput for correlations of two values, which have no gradient; each token is a sample."""
         super().build(student, teacher)
+        self.refuse_absent()
         if self.inter_weight and (classes := student.logits.shape[-1]) < 3:
             why = "two probabilities always correlate by 1 or -1"
             raise BadInput("inter_weight", self.inter_weight, f"0, as there are {classes} classes: {why}")

@@ -65,6 +65,12 @@ class LogitObjective(TextObjective):
             z_s, z_t = (z.index_select(-1, compared.to(z.device)) for z in (z_s, z_t))
         return F.log_softmax(z_s, -1), F.log_softmax(z_t, -1)
 
+    def refuse_absent(self) -> None:
+        """Raise BadInput if the teacher lacks some classes, and the method can't leave them out."""
+        if self.compared is not None:
+            expected = "a method of whole distributions, as Hinton: the teacher lacks some of the data's tokens"
+            raise BadInput("", type(self).__name__, expected)
+
 
 class LabelObjective(LogitObjective):
     """An objective of logits that compares the classes other than the label's, of which there have to be two.
@@ -77,6 +83,7 @@ class LabelObjective(LogitObjective):
 
     def build(self, student: Outputs, teacher: Outputs | None) -> None:
         super().build(student, teacher)
+        self.refuse_absent()
         if (classes := student.logits.shape[-1]) < 3:
             name = type(self).__name__
             raise BadInput("classes", classes, f"at least 3: {name} compares classes other than a label's")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apprentice.batch import label_mask
 from apprentice.errors import BadInput
-from datamodules import Chat
+from datamodules import Chat, Recall
 from experiments import gpt, kd
 from lit_modules.distillation import Distillation
 from lit_modules.nets import GPT, EncoderDecoder, HuggingFaceSeq2Seq
@@ -67,6 +67,17 @@ def test_prompts_without_their_end_are_refused(tmp_path: Path) -> None:
         data.check_net(EncoderDecoder(**data.net_arguments, prompt_end=0), "`student`")
 
 
+def test_what_has_no_place_is_refused() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 50, "block_size": 20, "embed_dim": 32}
+    with pytest.raises(BadInput, match=r"balance 0.01: expected 0"):
+        EncoderDecoder(**sizes, mlp="moe")
+    net = EncoderDecoder(**sizes, softcap=5.0, scale=0.3)
+    block: Any = net.blocks[0]
+    assert block.cross.form == block.attention.form
+    with pytest.raises(BadInput, match="the encoder of `student` reads prompts, which these texts have not"):
+        Recall().check_net(net, "`student`")
+
+
 def test_losses_are_of_the_response_alone(tmp_path: Path) -> None:
     data = chats.chat(tmp_path, batch_size=3)
     nets = [with_weights(net, data, seed) for seed, net in enumerate((GPT, EncoderDecoder))]
@@ -95,7 +106,7 @@ def save_model(folder: Path, kind: str) -> Any:
     save_tokenizer(folder)
     torch.manual_seed(0)
     if kind == "t5":
-        heads = {"num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 24, "dropout_rate": 0.1}
+        heads = {"num_layers": 2, "num_decoder_layers": 3, "num_heads": 2, "d_kv": 8, "d_ff": 24, "dropout_rate": 0.1}
         model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES, **heads))
     else:
         parts = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
@@ -128,7 +139,9 @@ def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
     assert torch.equal(greedy[0].tokens, greedy[1].tokens)
     for row, length in enumerate(lengths.tolist()):
         model.generation_config.suppress_tokens = [*range(290, 300)]
-        theirs = model.generate(tokens[row : row + 1, :length], max_new_tokens=9, do_sample=False, num_beams=1)[0, 1:]
+        theirs = model.generate(tokens[row : row + 1, :length], max_new_tokens=9, do_sample=False, use_cache=False)[
+            0, 1:
+        ]
         assert theirs.tolist() == greedy[0].tokens[row, : len(theirs)].tolist()
 
 

@@ -135,6 +135,13 @@ def test_maps_and_packed_texts_are_of_mixers_that_have_them() -> None:
     assert "GPT, chosen by `net`, can't keep apart" in bad_input(check_keeps_apart, gpt(Lag), "net")
 
 
+class Chunks(Lag):
+    """It sees the whole of a chunk of four tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(1, (-1, 4)).mean(2).repeat_interleave(4, 1)[:, : x.shape[1]])
+
+
 @pytest.mark.parametrize(
     ("mixer", "line"),
     [
@@ -145,6 +152,7 @@ def test_maps_and_packed_texts_are_of_mixers_that_have_them() -> None:
         (lambda: Lag(6), "mixer Lag: expected a module whose forward takes tokens (B, T, 8) alone; it says: "),
         (Half, "mixer Half: expected outputs (2, 8, 8) of as many tokens; it gives (2, 8, 4)"),
         (Infinite, "mixer Infinite: expected finite outputs"),
+        (Chunks, "mixer Chunks: expected one that sees earlier tokens alone: what it gives"),
         (functools.partial(Lag, ahead=1), "mixer Lag: expected one that sees earlier tokens alone: what it gives"),
     ],
 )  # fmt: skip

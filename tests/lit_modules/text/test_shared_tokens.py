@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from apprentice.batch import Batch
 from lit_modules.distillation import Distillation
-from lit_modules.nets import HuggingFaceLM
+from lit_modules.nets import HuggingFaceLM, Outputs
 from lit_modules.nets.generation import Generated, check_writer, generate
 from lit_modules.nets.shared_tokens import SharedTokens, mass_outside
-from lit_modules.objectives import GKD, Hinton, ReverseKL
+from lit_modules.objectives import DIST, GKD, NKD, Hinton, ReverseKL
 from lit_modules.tasks import Tokens
 from lit_modules.text.text_batches import cut_before
 from tests import with_transformers
+from tests.commands import bad_input
 from tests.language_parts import save_llama
 from tests.lit_modules.text.test_on_policy import sharp
 
@@ -108,3 +109,11 @@ def test_what_is_written_ends_before_a_token_that_the_teacher_lacks() -> None:
     texts = Generated(torch.tensor([[5, 7, 7], [7, 5, 5], [5, 5, 7]]), torch.tensor([3, 3, 2]))
     assert cut_before(texts, torch.tensor([7, 9])).lengths.tolist() == [1, 0, 2]
     assert cut_before(texts, torch.tensor([], dtype=torch.int64)).lengths.tolist() == [3, 3, 2]
+
+
+@pytest.mark.parametrize("method", [NKD, DIST])
+def test_methods_of_single_classes_need_them_all(method: type[NKD] | type[DIST]) -> None:
+    z = torch.zeros(2, 3, 7)
+    lacking = Outputs(z.index_fill(-1, torch.tensor([2]), -torch.inf), {})
+    method().build(Outputs(z, {}), Outputs(z, {}))
+    assert "the teacher lacks some of the data's tokens" in bad_input(method().build, Outputs(z, {}), lacking)
