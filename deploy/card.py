@@ -47,7 +47,7 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer
 inputs = tokenizer("TEXT", return_tensors="pt", add_special_tokens=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
-USE_LLAMA_CPP = """With llama.cpp, by the script of its repository:
+USE_LLAMA_CPP = """With llama.cpp, by the script of its repository, if that knows the family and the tokenizer:
 
 ```bash
 python llama.cpp/convert_hf_to_gguf.py FOLDER

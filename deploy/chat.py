@@ -4,11 +4,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import ClassVar
+from unicodedata import category
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
@@ -122,7 +124,10 @@ def _names(folders: list[str]) -> dict[str, str]:
 def _load(folder: str, raw: bool) -> TrainedLM:
     model = load_trained(folder)
     if model.template is None and not raw:
-        raise BadInput("run", folder, "a model that has learned chats; `raw true` continues a text by this one")
+        expected = (
+            "a model whose vocabulary.json has the template of its chats; `resume true` writes it into an older run"
+        )
+        raise BadInput("run", folder, f"{expected}; `raw true` continues a text by this one")
     return model
 
 
@@ -133,6 +138,8 @@ def _begin(models: Mapping[str, TrainedLM], config: Namespace) -> dict[str, Conv
 def _lines() -> Iterator[str]:
     """Yield the lines of stdin without their ends; a terminal shows that it is asked."""
     is_asked = sys.stdin.isatty() and sys.stdout.isatty()
+    if isinstance(sys.stdin, TextIOWrapper):  # or some locales let bytes that are no text pass
+        sys.stdin.reconfigure(errors="strict")
     while True:
         if is_asked:
             sys.stdout.write(PROMPT)
@@ -159,7 +166,7 @@ def show(answers: Mapping[str, str]) -> None:
     """Print answers by name: of several, in columns on a terminal, else one below the other."""
     texts = {name: printable(text) for name, text in answers.items()}
     if len(texts) > 1 and is_live():
-        table = Table(*texts)
+        table = Table(*(Column(Text(name)) for name in texts))
         table.add_row(*map(Text, texts.values()))
         Console(highlight=False).print(table)
     else:
@@ -169,4 +176,5 @@ def show(answers: Mapping[str, str]) -> None:
 
 def printable(text: str) -> str:
     """Return a text without characters that would steer a terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+    kept = "\n\t\u200c\u200d"  # joiners are a part of words and emoji
+    return "".join(x if x.isprintable() or x in kept or category(x) == "Zs" else "\ufffd" for x in text)

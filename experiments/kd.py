@@ -159,7 +159,7 @@ def parser() -> cli.Parser:
     parser.add_recipes("data", lambda _: import_module(OF_PAIRS).BY_DATA)
     parser.add_recipes("data.task", lambda _: settings_by_task())
     parser.add_recipes("recipe", RECIPES)
-    parser.add_recipes("teacher", lambda flags: import_module(PRETRAINED).of_pretrained(flags))
+    parser.add_recipes("data", lambda flags: import_module(PRETRAINED).of_pretrained(flags))
     parser.default_experiment("recipe", DEFAULT, unless=["data", "data.task"])
     parser.default_experiment("recipe", DEFAULT_OF_TEXTS, unless=["data.path"], choices={"data": "Chat"})
     nets_given = ["teacher", "teacher_ckpt", "student", "students"]

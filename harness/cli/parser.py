@@ -259,7 +259,9 @@ class Parser(Declarations):
     def _read_saved(self, path: Path) -> Layer:
         saved = load(path, "out")
         needed = [key for key in self.entries if not self._is_empty(key)]
-        needed += [name for name in self.options.hints if self.on_resume(name) is not CALL]
+        # A run of an older version lacks options that were added; those that are off change nothing.
+        off = {name for name, value in self.options.defaults.items() if value is None or value is False}
+        needed += [name for name in self.options.hints if self.on_resume(name) is not CALL and name not in off]
         missing = [key for key in needed if key not in saved]
         if missing or not path.read_text("utf-8").endswith("\n"):
             what = f"{missing[0]} is missing" if missing else "its last line is cut off"

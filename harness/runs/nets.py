@@ -19,8 +19,8 @@ from harness.runs.files import atomic, read_text, write_text
 from harness.runs.records import check_format, reading
 from lit_modules.nets.base import unwrap_logits
 from lit_modules.nets.identity import Origin
-from lit_modules.nets.specs import path_of, rebuild
-from lit_modules.nets.stored import StoredTeacher
+from lit_modules.nets.specs import rebuild
+from lit_modules.nets.stored import TeacherWithoutWeights
 from lit_modules.nets.weights import full_names, load_checked, plain_state, read_weights
 
 MOST_FOLDERS = 5  # folders of nets in a message
@@ -178,7 +178,7 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.
     """
     net_spec, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
-    if net_spec["class_path"] == path_of(StoredTeacher):
+    if issubclass(import_class(net_spec["class_path"], flag), TeacherWithoutWeights):
         raise BadInput(flag, folder, "a net with weights; the run read this teacher's outputs, and did not load it")
     try:
         net: nn.Module = _rebuild(net_spec, flag)

@@ -19,7 +19,7 @@ from lit_modules import objectives
 from lit_modules.nets.outputs import CLASSES, KINDS, LABELS, UNLABELLED, VALUES
 from lit_modules.objectives.base import Objective
 from lit_modules.objectives.sum import Sum
-from lit_modules.tasks import task_class
+from lit_modules.tasks import TASKS, task_class
 
 SHORT = {"reverse": "ReverseKL", "skew": "SkewKL", "akl": "AdaptiveKL", "tv": "TotalVariation"}  # names in `only`
 
@@ -30,7 +30,7 @@ def task_of(flags: Mapping[str, Any]) -> str | None:
     if task is not None or "." not in data:
         return task
     own = getattr(import_class(data, "data"), "task", None)
-    return own if own and outputs_of(own) in {LABELS, VALUES} else None
+    return own if isinstance(own, str) and own in TASKS and outputs_of(own) in {LABELS, VALUES} else None
 
 
 def named(variants: Mapping[str, str], task: str | None = None) -> dict[str, str]:

@@ -115,6 +115,12 @@ def test_two_models_answer_as_each_alone(nets: Path, talk: Talk) -> None:
     assert same == f"{nets / 'ce'}: {alone[0]}{nets}/../seed0/ce: {alone[0]}"
 
 
+def test_what_would_steer_a_terminal_is_replaced() -> None:
+    text = "10\u00a0km, 你好\u3000世界, می\u200cخواهم, 👩\u200d💻"
+    assert printable(text) == text
+    assert printable("\x1b[2J\u202e\r") == "\ufffd[2J\ufffd\ufffd"
+
+
 def test_a_context_that_is_full_is_said(nets: Path, talk: Talk) -> None:
     run = ["--run", str(nets / "teacher"), "--temperature", "3"]
     cut = talk(["x" * 80], *run)
@@ -168,7 +174,8 @@ def test_what_can_not_be_talked_to(
     assert "not allowed, as nothing is trained" in refused("--run", nets / "ce", "--out", tmp_path)
     plain = Path(shutil.copytree(nets / "ce", tmp_path / "plain"))
     write_json(plain / FILE, {"characters": None})
-    assert "a model that has learned chats; --raw true" in refused("--run", plain)
+    line = refused("--run", plain)
+    assert "has the template of its chats; --resume true writes it into an older run; --raw true continues" in line
     for prompt in ('[{"role": "user", "content": "a"}]', write_lines(tmp_path / "asked.jsonl", chats(1))):
         assert "this model has learned no chats" in refusal(gpt.main, "--run", plain, "--sample", prompt)
     spec = plain / "net.yaml"

@@ -5,6 +5,7 @@ import json
 import linecache
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from datamodules import Chat
 from experiments import kd
 from harness.reports import html
+from harness.reports.results import Results, load_results
 from harness.reports.uncertainty import crossed_interval
 from harness.runs.nets import load_net
 from harness.studies.text.answers import judging_settings
-from harness.studies.text.answers_section import KEY, _difference, text_cell
+from harness.studies.text.answers_section import KEY, Answer, _difference, section, text_cell
 from tests.chats import chats, write_lines
 from tests.commands import refused, results, start
 from tests.figures import drawn
@@ -125,6 +127,35 @@ def test_all_turns_are_asked_after_the_true_ones(tmp_path: Path) -> None:
     assert "turn 2." in page
 
 
+def test_plain_texts_ask_nothing(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "plain.jsonl", [{"text": f"a text of {i} words"} for i in range(30)])
+    kd.main(
+        [*SMALL[:-6], "--data.path", str(path), "--data.text", "text", "--seeds", "1", "--out", str(tmp_path / "run")]
+    )
+    assert not [*(tmp_path / "run").rglob("generations.json")]
+    assert "Answers side by side" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_only_answers_to_the_same_turn_stand_side_by_side(run: Path) -> None:
+    loaded = Results.read(load_results(run / "run"))
+    asked = {"teacher": [1, 2, 3, 1, 2], "ce": [1, 2, 1, 2, 1], "kd": [1, 2, 1, 2, 1]}
+    answers = {
+        name: [
+            Answer("p", "r", f"{name}{sum(t == 1 for t in turns[: i + 1])}{turn}", None, turn)
+            for i, turn in enumerate(turns)
+        ]
+        for name, turns in asked.items()
+    }
+    (shown,) = section(
+        replace(loaded, students={name: replace(net, samples={}) for name, net in loaded.students.items()}), answers
+    )
+    for place in ("11", "12", "21", "22"):
+        row = shown.text[shown.text.index(f"ce{place}") :]
+        assert row.index(f"kd{place}") < 80
+        assert f"teacher{place}" in shown.text
+    assert "teacher13" not in shown.text
+
+
 def test_an_interval_of_answers_takes_chats_as_units() -> None:
     """It is that of a ratio of sums over chats; of chats of one answer, that over answers."""
     generator = np.random.default_rng(0)
@@ -176,7 +207,7 @@ WRONG = {
         ["--generated_metric", f"{__name__}.fail"],
         f"--generated_metric {__name__}.fail: exp",
     ),
-    "prompts": (["--generated_prompts", "-1"], "--generated_prompts -1: expected a number of prompts"),
+    "prompts": (["--generated_prompts", "-1"], "--generated_prompts -1: expected a number of answers"),
     "tokens": (["--generated_tokens", "0"], "--generated_tokens 0: expected a number of tokens"),
     "none": (["--generated_metric", f"{__name__}.fail", "--generated_prompts", "0"], "--generated_metric"),
 }

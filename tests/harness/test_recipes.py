@@ -167,6 +167,12 @@ def test_students_of_a_pretrained_model_have_its_rate(students: list[str], path:
     assert {**other, "optimizer": None} == {**found, "optimizer": None}
 
 
+@pytest.mark.parametrize("net", ["HuggingFaceLM", "HuggingFaceSeq2Seq"])
+def test_so_have_those_of_another_teacher(net: str) -> None:
+    flags = ["--student", net, "--student.name", "N", "--student.pretrained", "true", "--only", "ce"]
+    assert chosen("--data", "Chat", *flags)["optimizer"]["init_args"]["lr"] == SETTINGS["optimizer.lr"]
+
+
 @pytest.mark.parametrize(("flags", "optimizer"), [
     ([*LM, *PRUNED, "--optimizer", "SGD"], ("SGD", 1e-3)),
     ([*LM, *PRUNED, "--scheduler", "CosineWarmup"], ("Adam", 1e-3)),

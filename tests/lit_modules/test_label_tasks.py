@@ -14,6 +14,7 @@ from apprentice.errors import BadInput
 from datamodules.base import InMemoryData
 from datamodules.splits import Split, as_floats
 from experiments import kd
+from harness.studies import zoo
 from lit_modules.distillation import Distillation
 from lit_modules.nets import DeepNN, Outputs
 from lit_modules.objectives import CC, MLD, PKT, RKD, SP, BoundedRegression, CrossEntropy, Hint, LogitMSE, Objective
@@ -177,6 +178,14 @@ def test_all_methods_that_fit_are_compared_and_tuned(kind: type[Labelled], tmp_p
     assert {*saved["students"]} == {"ce", "hint", "logitmse", "rkd", "sp", "pkt", "cc"} | theirs
     for name, tuned in saved["tuning"].items():
         assert all(np.isfinite(setting["validation"]).all() for setting in tuned["settings"]), name
+
+
+class Boxes(InMemoryData):
+    task = "detection"
+
+
+def test_a_task_of_someone_elses_brings_no_methods() -> None:
+    assert zoo.task_of({"data": f"{__name__}.Boxes"}) is None
 
 
 def test_labels_of_other_kinds_are_refused() -> None:

@@ -80,6 +80,11 @@ def check_answers(session: Session) -> None:
     if questions and vars(config).get("generated_metric") is not None:
         reference = data.vocabulary.decode(questions[0].reference)
         judge_answer(Asked.of(config).judge, config.generated_metric, reference, reference)
+        kept = (Path(config.out or "") / f"seed{config.seeds[0]}").glob(f"*/{FILE}") if config.resume else ()
+        of_first_turns = any("turn" not in answer for file in kept for answer in json.loads(read_text(file)))
+        if of_first_turns and any(asks.turn > 1 for asks in data.questions(Asked.of(config).count)):
+            expected = "another folder: the run there is of a version that asked the first turn of a chat alone"
+            raise BadInput("out", config.out, expected)
 
 
 def judge_answer(judge: Judge | None, path: str | None, answer: str, reference: str) -> float | None:
@@ -108,7 +113,7 @@ def add_answers(
     if not (wanted and (asked.judge or plan.seed == session.config.seeds[0])):
         return record
     questions = data.questions(asked.count)
-    if questions is None:
+    if not questions:  # plain texts ask none
         return record
     with outcome.autocast(), costs.alone(outcome.device):
         texts = [*_write(net, [asks.prompt for asks in questions], asked.tokens, data.end_tokens, outcome.device)]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -30,27 +31,34 @@ class Answer:
 
 def section(results: Results, answers: Mapping[str, Sequence[Answer]]) -> list[Section]:
     """Return the section of the first questions, each with the answers of all nets by name; none without answers."""
+    answers = {name: texts for name, texts in answers.items() if texts}
     if not answers:
         return []
-    first = next(iter(answers.values()))
+    # A teacher of other tokens may have been asked other turns, where these cut a chat.
+    first = next((answers[name] for name in results.students if name in answers), next(iter(answers.values())))
+    texts_at = {name: dict(zip(_places(texts), texts, strict=True)) for name, texts in answers.items()}
     turns = np.array([answer.turn for answer in first])
     parts = [_scores(results, turns)]
     parts.append(f"Written by the nets of seed {results.seeds[0]}, the likeliest token each time.")
     if turns.max() > 1:
         parts[-1] += " Before each answer stand the turns of the data, not those that a net has written."
-    chats = (turns == 1).cumsum()
-    for number, asked in enumerate(first[:SHOWN]):
+    for (chat, turn), asked in zip(_places(first), first[:SHOWN], strict=False):
         rows = [["reference", "", text_cell(asked.reference)]]
-        for name, texts in answers.items():
-            score = texts[number].score
-            rows.append([name, "" if score is None else f"{score:g}", text_cell(texts[number].answer)])
+        for name, text in ((name, at[chat, turn]) for name, at in texts_at.items() if (chat, turn) in at):
+            rows.append([name, "" if text.score is None else f"{text.score:g}", text_cell(text.answer)])
         if all(answer.score is None for answer in first):
             table = Table(["net", "answer"], [[name, text] for name, _, text in rows], left=2)
         else:
             table = Table(["net", "score", "answer"], rows, left=3)
-        place = f"{chats[number]}" + f", turn {asked.turn}" * (asked.turn > 1)
+        place = f"{chat}" + f", turn {turn}" * (turn > 1)
         parts.append(f"**{place}.** {text_cell(asked.prompt)}\n\n{table.markdown()}")
     return [Section("Answers side by side", "\n\n".join(filter(None, parts)))]
+
+
+def _places(answers: Sequence[Answer]) -> list[tuple[int, int]]:
+    """Return of each answer the number of its chat, and of its turn there."""
+    turns = [answer.turn for answer in answers]
+    return [*zip(accumulate(int(turn == 1) for turn in turns), turns, strict=True)]
 
 
 def _scores(results: Results, turns: np.ndarray) -> str:

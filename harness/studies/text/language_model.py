@@ -108,8 +108,11 @@ class TrainedLM:
             BadInput: the prompt (t,) is empty, or leaves no room for the `least` that is to be written.
         """
         longest = longest_text(self.net)
+        if new is not None and longest is not None and new > longest - len(prompt) >= least:
+            expected = f"at most {longest - len(prompt)}, for which the net's block has room after the prompt"
+            raise BadInput("sample_tokens", new, expected)
         if new is None and self.block_size is not None:
-            new, longest = max(self.block_size - len(prompt), 0), longest and self.block_size
+            new, longest = max(self.block_size - len(prompt), 0), self.block_size
         most = (longest or sys.maxsize) - least
         if not 1 <= len(prompt) <= most:
             raise BadInput(

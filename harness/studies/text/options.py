@@ -25,9 +25,9 @@ class TextOptions(RunOptions):
     teacher_tail: Tail | None = option(None, needs={"teacher_top_k": "N"})
     """what stands for other tokens: their mass as one bucket, which is the default; nothing, as the tokens are a sample
     of the distribution; or nothing, as those kept are renormalised."""
-    generated_prompts: int | None = option(None, Limit(lambda count: count >= 0, "a number of prompts, or 0 for none"))
-    """of conversations, prompts of the test that nets answer, a token at a time the likeliest one; 0 for none; default:
-    12, or 100 with `generated_metric`. Answers of the first seed are in report.html."""
+    generated_prompts: int | None = option(None, Limit(lambda count: count >= 0, "a number of answers, or 0 for none"))
+    """of conversations, answers of nets to turns of the test, a token at a time the likeliest one; 0 for none; default:
+    12, or 100 with `generated_metric`. Those of the first seed are in report.html."""
     generated_tokens: int | None = option(None, at_least(1, "tokens"))
     """of an answer at most; default: 64."""
     generated_metric: str | None = None

@@ -15,7 +15,7 @@ MODELS, OF_TEACHER = {"HuggingFaceLM", "HuggingFaceSeq2Seq"}, {"Pruned", "Mixer"
 
 
 def of_pretrained(flags: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
-    """Return what any `teacher` sets beside flags of a run; nothing beside an optimizer, a schedule or a recipe.
+    """Return what any `data` set beside flags of a run; nothing beside an optimizer, a schedule or a recipe.
 
     The rate of the recipe of texts is of new nets.
     """

@@ -170,6 +170,7 @@ class StoredOutputs:
             options["teacher_ckpt_ema"] = config.teacher_ckpt_ema
             if self.is_served:
                 del options["url"]  # another server may have the same model
+                options["model"] = [options["model"]]  # a name, whatever lies at such a path
             is_known = has_trained_teacher(self.session)
             self._sources[seed] = _digest_options(chosen.class_path, options) if is_known else None
         return self._sources.get(seed)

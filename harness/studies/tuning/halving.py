@@ -178,12 +178,13 @@ class Tuning:
             stored: set[str] = set()  # settings whose teacher's outputs are
             for path in self._list_records(seed):
                 record = FitRecord.read(path)
-                users = {name for name in record.nets if uses_teacher[row_of[name]]} - stored
+                nets = {name: net for name, net in record.nets.items() if name in row_of}  # an older search had others
+                users = {name for name in nets if uses_teacher[row_of[name]]} - stored
                 computed += record.teacher_samples or 0
                 alone += (record.teacher_samples or 0) * len(users)
                 stored |= users if record.teacher_stored else set()
                 seconds += record.fit_seconds or 0.0
-                done |= {name: len(net.epochs) for name, net in record.nets.items()}
+                done |= {name: len(net.epochs) for name, net in nets.items()}
             for name, count in done.items():
                 epochs[row_of[name]] += count
         teacher_epochs = sum(teacher.max_epochs or 0 for teacher in teachers)
