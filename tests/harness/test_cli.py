@@ -377,6 +377,15 @@ def test_a_run_from_before_an_option_resumes_as_it_was_made(kd, run, labels, dra
     assert config.data.init_args["labelled_by"] == drawn
 
 
+def test_a_run_from_before_options_that_are_off_goes_on(kd, run):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings.pop("save_ckpt") is False
+    assert settings.pop("teacher_epochs") is None
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    config = parse(kd, f"--out {run} --resume true --seeds 3")
+    assert (config.save_ckpt, config.teacher_epochs) == (False, None)
+
+
 @pytest.mark.parametrize("line", [
     "--trainer.devices 3", "--trainer.strategy ddp", "--trainer.strategy ddp_fork --trainer.strategy.timeout 60",
     "--trainer.strategy deepspeed", "--trainer.accelerator cpu --trainer.logger false",
