@@ -252,10 +252,7 @@ class InMemoryData(DataHooks):
         return not self.train_inputs_repeat
 
     def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
-        """Raise BadInput if the weights of a `Net`, that of `whose`, belong to other inputs than these samples.
-
-        One that is `trained` on them may learn how they differ.
-        """
+        """Raise BadInput if the weights of `whose`, a `Net`, are for other inputs, which one that is `trained` may learn."""
 
     @property
     def num_classes(self) -> int:
