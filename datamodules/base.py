@@ -252,7 +252,7 @@ class InMemoryData(DataHooks):
         return not self.train_inputs_repeat
 
     def check_net(self, net: Any, whose: str, trained: bool = True) -> None:
-        """Raise BadInput if the weights of `whose`, a `Net`, are for other inputs, which one that is `trained` may learn."""
+        """Raise BadInput if the weights of `whose`, a `Net`, are for other inputs; if `trained`, it may learn them."""
 
     @property
     def num_classes(self) -> int:
