@@ -178,13 +178,13 @@ def load_net(folder: str | Path, flag: str = "run", weights: Mapping[str, Tensor
         BadInput: a file is missing or damaged, or the weights don't fit the net; the message names all that differ.
     """
     net_spec, path = read_spec(folder, flag), str(Path(folder) / "weights.pt")
-    if issubclass(import_class(net_spec["class_path"], flag), TeacherWithoutWeights):
-        raise BadInput(flag, folder, "a net with weights; the run read this teacher's outputs, and did not load it")
     try:
         net: nn.Module = _rebuild(net_spec, flag)
     except Exception as error:  # whatever the class makes of the arguments
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(flag, folder, f"a net's folder, whose net.yaml its class takes; it says: {cause}") from error
+    if isinstance(net, TeacherWithoutWeights):
+        raise BadInput(flag, folder, "a net with weights; the run read this teacher's outputs, and did not load it")
     begun = Origin(_read_yaml(folder, flag).get("configuration", {}))
     if change := begun.change(Origin.of(net, has_weights=False)):
         expected = f"a net's folder, whose configuration is as it was trained; {change}"
