@@ -5,12 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 chosen=(-m "not slow")
-what="the quick tests, about 8 minutes on 2 free cores; --all runs all, in about 30"
+what="the quick tests, about 15 minutes on 2 cores; --all runs all, in about 50"
 arguments=()
 pytest=(pytest)
 for argument; do
     case $argument in
-        --all) chosen=() what="all tests, about 30 minutes on 2 free cores" ;;
+        --all) chosen=() what="all tests, about 50 minutes on 2 cores" ;;
         --coverage) pytest=(coverage run -m pytest) ;;
         *) arguments+=("$argument") ;;
     esac
