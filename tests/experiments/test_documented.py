@@ -66,6 +66,7 @@ SMALLER = {
     "--trainer.max_epochs": "2",
     "--variants.sequencelevel.max_new_tokens": "2",  # which the teacher writes to each block of the training text
     "--generated_tokens": "2",
+    "--sample_tokens": "4",  # `done/gpt` has no state, and 16 places
 }
 NETS = {"ViT": ["--teacher.num_layers", "1", "--student.num_layers", "1"]}  # of a net that both are
 NEEDED = {
