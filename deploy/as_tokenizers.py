@@ -3,8 +3,9 @@
 import importlib
 from typing import Any
 
-from datamodules.text.chat_templates import END, MARKS, MarkedTurns, Template
+from datamodules.text.chat_templates import Template
 from datamodules.text.conversations import ASSISTANT
+from datamodules.text.marked_turns import END, MARKS, MarkedTurns
 from datamodules.text.vocabulary import Subwords, Vocabulary
 
 UNKNOWN = "unknown character"  # which is no token, so that tokenizers refuses a text that needs it

@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from apprentice.errors import BadInput
-from datamodules.text.chat_templates import CONTROL, MarkedTurns
+from datamodules.text.marked_turns import CONTROL, MarkedTurns
 from datamodules.text.turns import ASSISTANT, USER, Message
 from deploy.net_path import net_path
 from harness import cli
@@ -63,16 +63,16 @@ class Conversation:
         A line for which the context has no room does not belong to it. BadInput for one that can't be asked.
         """
         model, config = self.model, self.config
-        asked = [*self.messages, {"role": USER, "content": line}]
-        prompt = self._encode(asked)
+        messages = [*self.messages, {"role": USER, "content": line}]
+        prompt = self._encode(messages)
         if (room := model.room(prompt)) < 1:
             needed = f"with this line the conversation has {len(prompt)}; {RESET} begins anew"
             return f"(the context of {longest_text(model.net)} tokens is full: {needed})"
-        keys = row_keys(torch.zeros(1, dtype=torch.int64), config.seed, turn_of(asked))
+        keys = row_keys(torch.zeros(1, dtype=torch.int64), config.seed, turn_of(messages))
         sampling = Sampling(config.temperature)
         (written,) = model.write(prompt, keys, sampling, config.max_tokens, config.raw)
         text = CONTROL.sub("", written.text) if isinstance(model.template, MarkedTurns) else written.text
-        self.messages = [*asked, {"role": ASSISTANT, "content": text}]
+        self.messages = [*messages, {"role": ASSISTANT, "content": text}]
         if len(written.tokens) == room and not written.is_whole:
             return f"{text}\n(cut: the context of {longest_text(model.net)} tokens is full; {RESET} begins anew)"
         if written.is_whole or config.raw:

@@ -18,10 +18,11 @@ from datamodules.data_hooks import LIMITS
 from datamodules.fingerprints import Fingerprint
 from datamodules.loaders import EpochOrder
 from datamodules.text.base import Question, TextData
-from datamodules.text.chat_templates import CONTROL, MarkedTurns, Template, template_of
+from datamodules.text.chat_templates import Template, template_of
 from datamodules.text.conversation_files import Source, open_sources
 from datamodules.text.conversations import Columns, Conversation, Learn, read_conversations
 from datamodules.text.loaders import LengthOrder, LossPer, TextLoader, pack_texts
+from datamodules.text.marked_turns import CONTROL, MarkedTurns
 from datamodules.text.near_prompts import count_near
 from datamodules.text.python_help import PythonHelp
 from datamodules.text.token_files import VERSION, TokenFile, TokenizedTexts, is_writable, write_tokens

@@ -19,8 +19,9 @@ from torch import Tensor
 from apprentice.batch import IGNORED
 from apprentice.errors import BadInput
 from datamodules.splits import Split
-from datamodules.text.chat_templates import Template, TokenizedConversation
+from datamodules.text.chat_templates import Template
 from datamodules.text.conversations import Conversation
+from datamodules.text.marked_turns import TokenizedConversation
 from datamodules.text.near_prompts import HASHES, sign
 
 VERSION = 4

@@ -25,12 +25,11 @@ from lit_modules.nets.hugging_face_encoder import (
     pool_tokens,
 )
 from lit_modules.nets.layers import observe
+from lit_modules.nets.own_tokens import OwnTokens, check_model, read_dtype
 from lit_modules.nets.shared_tokens import SharedTokens
 from lit_modules.nets.tokens import TokenGrid
 from lit_modules.nets.transformers_models import SAFE, change_config, find_block_paths, import_transformers, load_model
 from lit_modules.nets.weights import load_backbone
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HuggingFace(Net):
@@ -123,7 +122,7 @@ class HuggingFace(Net):
         return result
 
 
-class HuggingFaceLM(Net):
+class HuggingFaceLM(OwnTokens, Net):
     """A causal language model of transformers, for the tokens of its own tokenizer: `data.tokenizer NAME`.
 
     `stages` are its blocks. Logits beyond the data's vocabulary, with which some models are padded, are cut off. With
@@ -148,14 +147,7 @@ class HuggingFaceLM(Net):
         BadInput: no such model, or one for fewer tokens or shorter texts, or a configuration that it can't have.
     """
 
-    untrained = MappingProxyType({"pretrained": False})
-    trained_if = "pretrained"
     shared_tokens: SharedTokens | None = None  # of a model that is asked in another tokenizer's tokens
-
-    @classmethod
-    def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:
-        """Its own, if it begins with its weights."""
-        return options["name"] if options.get("pretrained") else None
 
     def __init__(
         self, name: str, vocab_size: int, block_size: int, pretrained: bool = False,
@@ -163,10 +155,7 @@ class HuggingFaceLM(Net):
         checkpointing: bool = False, lora_rank: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        if config and pretrained:
-            raise BadInput("config", config, "not allowed with pretrained weights; Pruned keeps a part of a teacher's")
-        if dtype not in DTYPES:
-            raise BadInput("dtype", dtype, " or ".join(DTYPES))
+        of_weights = read_dtype(dtype, config, pretrained)
         self.name, self.vocab_size = name, vocab_size
         with import_transformers(name, "a causal language model") as transformers:
             settings = transformers.AutoConfig.from_pretrained(name, **SAFE)
@@ -174,10 +163,10 @@ class HuggingFaceLM(Net):
             kind = transformers.AutoModelForCausalLM
             self.model: Any  # a PreTrainedModel of transformers
             if pretrained:
-                self.model, missing = load_model(kind, name, DTYPES[dtype])
+                self.model, missing = load_model(kind, name, of_weights)
                 self.tokenizer = name
             else:
-                self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
+                self.model, missing = kind.from_config(settings, dtype=of_weights), []
             self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
             self._window, self._longest = getattr(settings, "sliding_window", None) or math.inf, block_size - 1
             self.stages = find_block_paths(self.model)
@@ -191,15 +180,7 @@ class HuggingFaceLM(Net):
             self.model.train()
         if not torch.allclose(first, second, atol=1e-4):
             raise BadInput("name", name, "a causal language model; this one looks at later tokens")
-        if missing:
-            raise BadInput("name", name, f"a model with all its weights; it has no {missing[0]}")
-        limits = {"tokens": (settings.vocab_size, vocab_size)}
-        self.block_size = getattr(settings, "max_position_embeddings", None)
-        if self.block_size is not None:
-            limits["tokens of a text"] = self.block_size, block_size
-        for what, (largest, needed) in limits.items():
-            if largest < needed:
-                raise BadInput("name", name, f"a model for {needed} {what}; it has {largest}")
+        self.block_size = check_model(name, settings, missing, vocab_size, block_size)
 
     def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of tokens (B, T), integers of any type; rows are filled up at their ends alone.

@@ -1,19 +1,17 @@
 """Encoder-decoders of transformers, as T5, as language models of prompts and responses."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
 
 from apprentice.errors import BadInput
 from lit_modules.nets.encoded_prompts import EncoderDecoderNet
-from lit_modules.nets.hugging_face import DTYPES
 from lit_modules.nets.hugging_face_text import set_dropout
+from lit_modules.nets.own_tokens import OwnTokens, check_model, read_dtype
 from lit_modules.nets.transformers_models import SAFE, change_config, import_transformers, load_model
 
 
-class HuggingFaceSeq2Seq(EncoderDecoderNet):
+class HuggingFaceSeq2Seq(OwnTokens, EncoderDecoderNet):
     """An encoder-decoder of transformers (T5, BART), for the tokens of its own tokenizer: `data.tokenizer NAME`.
 
     Its encoder reads a prompt up to the model's end token, its decoder what follows, after the model's own start token.
@@ -35,23 +33,12 @@ class HuggingFaceSeq2Seq(EncoderDecoderNet):
             configuration that it can't have.
     """
 
-    untrained = MappingProxyType({"pretrained": False})
-    trained_if = "pretrained"
-
-    @classmethod
-    def tokenizer_from(cls, options: Mapping[str, Any]) -> str | None:
-        """Its own, if it begins with its weights."""
-        return options["name"] if options.get("pretrained") else None
-
     def __init__(
         self, name: str, vocab_size: int, block_size: int, pretrained: bool = False,
         config: dict[str, Any] | None = None, dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:  # fmt: skip
         super().__init__()
-        if config and pretrained:
-            raise BadInput("config", config, "not allowed with pretrained weights")
-        if dtype not in DTYPES:
-            raise BadInput("dtype", dtype, " or ".join(DTYPES))
+        of_weights = read_dtype(dtype, config, pretrained)
         self.name, self.vocab_size, self.block_size = name, vocab_size, block_size
         with import_transformers(name, "an encoder-decoder") as transformers:
             settings = transformers.AutoConfig.from_pretrained(name, **SAFE)
@@ -59,24 +46,17 @@ class HuggingFaceSeq2Seq(EncoderDecoderNet):
             rates, kind = set_dropout(settings, 0.0), transformers.AutoModelForSeq2SeqLM
             self.model: Any
             if pretrained:
-                self.model, missing = load_model(kind, name, DTYPES[dtype], config=settings)
+                self.model, missing = load_model(kind, name, of_weights, config=settings)
                 self.tokenizer = name
             else:
-                self.model, missing = kind.from_config(settings, dtype=DTYPES[dtype]), []
+                self.model, missing = kind.from_config(settings, dtype=of_weights), []
             vars(self.model.config).update(rates)  # for those who train it elsewhere
         self.model.train()
-        if missing:
-            raise BadInput("name", name, f"a model with all its weights; it has no {missing[0]}")
+        check_model(name, settings, missing, vocab_size, block_size)
         end, start = self.model.config.eos_token_id, self.model.config.decoder_start_token_id
         if not isinstance(end, int) or not isinstance(start, int):
             raise BadInput("name", name, "a model with one end token and a decoder's start token")
         self.prompt_end, self.start = end, start
-        needed = {"tokens": (settings.vocab_size, vocab_size)}
-        if (places := getattr(settings, "max_position_embeddings", None)) is not None:
-            needed["tokens of a text"] = places, block_size
-        for what, (largest, count) in needed.items():
-            if largest < count:
-                raise BadInput("name", name, f"a model for {count} {what}; it has {largest}")
 
     def encode(self, prompts: Tensor, present: Tensor) -> tuple[Any, Tensor]:
         mask = present.long()

@@ -84,8 +84,8 @@ class Served(TeacherInFile):
         Raises:
             BadInput: the server can't be reached, refuses, has other tokens, or answers with anything else.
         """
-        asked = {"model": self.model, "prompt": texts, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
-        answer = self._send("completions", asked)
+        request = {"model": self.model, "prompt": texts, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+        answer = self._send("completions", request)
         try:
             by_index = {choice["index"]: choice["prompt_logprobs"] or [] for choice in answer["choices"]}
             return [self._read(by_index[number], text, k, decode) for number, text in enumerate(texts)]

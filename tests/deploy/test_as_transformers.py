@@ -9,8 +9,8 @@ import torch
 
 from apprentice.keyed import with_seed
 from datamodules import Vocabulary
-from datamodules.text.chat_templates import MarkedTurns
 from datamodules.text.conversations import Conversation
+from datamodules.text.marked_turns import MarkedTurns
 from deploy.as_tokenizers import as_tokenizer
 from deploy.as_transformers import as_transformers, set_tokenizer
 from lit_modules.nets import GPT, HuggingFaceLM, LightNN, pipeline_stages

@@ -33,7 +33,7 @@ Judge = Callable[[str, str], Any]  # of an answer and the reference
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asking:
     """What nets of a run are asked, and how answers are judged."""
 
     count: int
@@ -41,7 +41,7 @@ class Asked:
     judge: Judge | None
 
     @classmethod
-    def of(cls, config: Namespace) -> "Asked":
+    def of(cls, config: Namespace) -> "Asking":
         """Read the settings of a run; of an experiment without them nothing is asked."""
         settings = vars(config)
         path, count = settings.get("generated_metric"), settings.get("generated_prompts")
@@ -79,10 +79,10 @@ def check_answers(session: Session) -> None:
             raise BadInput(flag, value, f"not allowed with `data {data.name}`, {why}; `data Chat` may have some")
     if questions and vars(config).get("generated_metric") is not None:
         reference = data.vocabulary.decode(questions[0].reference)
-        judge_answer(Asked.of(config).judge, config.generated_metric, reference, reference)
+        judge_answer(Asking.of(config).judge, config.generated_metric, reference, reference)
         kept = (Path(config.out or "") / f"seed{config.seeds[0]}").glob(f"*/{FILE}") if config.resume else ()
         of_first_turns = any("turn" not in answer for file in kept for answer in json.loads(read_text(file)))
-        if of_first_turns and any(asks.turn > 1 for asks in data.questions(Asked.of(config).count)):
+        if of_first_turns and any(question.turn > 1 for question in data.questions(Asking.of(config).count)):
             expected = "another folder: the run there is of a version that asked the first turn of a chat alone"
             raise BadInput("out", config.out, expected)
 
@@ -108,27 +108,29 @@ def add_answers(
 
     Answers that nothing judges are of the first seed alone.
     """
-    asked, data = Asked.of(session.config), cast("Any", session.data)
-    wanted = asked.count and plan.tested and plan.until is None and record.failed is None
-    if not (wanted and (asked.judge or plan.seed == session.config.seeds[0])):
+    asking, data = Asking.of(session.config), cast("Any", session.data)
+    wanted = asking.count and plan.tested and plan.until is None and record.failed is None
+    if not (wanted and (asking.judge or plan.seed == session.config.seeds[0])):
         return record
-    questions = data.questions(asked.count)
+    questions = data.questions(asking.count)
     if not questions:  # plain texts ask none
         return record
     with outcome.autocast(), costs.alone(outcome.device):
-        texts = [*_write(net, [asks.prompt for asks in questions], asked.tokens, data.end_tokens, outcome.device)]
+        texts = [
+            *_write(net, [question.prompt for question in questions], asking.tokens, data.end_tokens, outcome.device)
+        ]
     decode, path, answers = data.vocabulary.decode, vars(session.config).get("generated_metric"), list[Answer]()
-    for asks, text in zip(questions, texts, strict=True):
-        shown, expected, answer = data.show_prompt(asks.asks), decode(asks.reference), decode(text)
-        score = judge_answer(asked.judge, path, answer, expected)
-        answers.append(Answer(shown, expected, answer, score, asks.turn))
+    for question, text in zip(questions, texts, strict=True):
+        shown, expected, answer = data.show_prompt(question.asks), decode(question.reference), decode(text)
+        score = judge_answer(asking.judge, path, answer, expected)
+        answers.append(Answer(shown, expected, answer, score, question.turn))
     folder = plan.folder(session.out) / name
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, [asdict(answer) for answer in answers])
     if session.tensorboard and answers:
         shown = "\n\n".join(f"{answer.prompt}\n--- {answer.answer}" for answer in answers[:SHOWN])
         log_text(folder, "generations", shown)
-    if not asked.judge or not answers:
+    if not asking.judge or not answers:
         return record
     scores = [answer.score or 0.0 for answer in answers]
     figures = {**record.figures, "test_generated": sum(scores) / len(scores)}

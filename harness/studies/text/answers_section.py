@@ -42,8 +42,8 @@ def section(results: Results, answers: Mapping[str, Sequence[Answer]]) -> list[S
     parts.append(f"Written by the nets of seed {results.seeds[0]}, the likeliest token each time.")
     if turns.max() > 1:
         parts[-1] += " Before each answer stand the turns of the data, not those that a net has written."
-    for (chat, turn), asked in zip(_places(first), first[:SHOWN], strict=False):
-        rows = [["reference", "", text_cell(asked.reference)]]
+    for (chat, turn), answer in zip(_places(first), first[:SHOWN], strict=False):
+        rows = [["reference", "", text_cell(answer.reference)]]
         for name, text in ((name, at[chat, turn]) for name, at in texts_at.items() if (chat, turn) in at):
             rows.append([name, "" if text.score is None else f"{text.score:g}", text_cell(text.answer)])
         if all(answer.score is None for answer in first):
@@ -51,7 +51,7 @@ def section(results: Results, answers: Mapping[str, Sequence[Answer]]) -> list[S
         else:
             table = Table(["net", "score", "answer"], rows, left=3)
         place = f"{chat}" + f", turn {turn}" * (turn > 1)
-        parts.append(f"**{place}.** {text_cell(asked.prompt)}\n\n{table.markdown()}")
+        parts.append(f"**{place}.** {text_cell(answer.prompt)}\n\n{table.markdown()}")
     return [Section("Answers side by side", "\n\n".join(filter(None, parts)))]
 
 

@@ -80,8 +80,8 @@ class TextKind(DataKind):
         return answers.add_answers(session, plan, arm.name, net, outcome, record)
 
     def sections(self, session: Session, results: Results) -> list[Section]:
-        found = answers.read_answers(session.out / f"seed{results.seeds[0]}", results.nets)
-        return answers_section.section(results, found)
+        by_net = answers.read_answers(session.out / f"seed{results.seeds[0]}", results.nets)
+        return answers_section.section(results, by_net)
 
     def next_steps(self, session: Session, folder: str) -> dict[str, str]:
         has_chats = getattr(session.data, "chat_template", None) is not None

@@ -9,7 +9,7 @@ import torch
 
 from apprentice.errors import BadInput
 from datamodules import Chat, Text
-from datamodules.text.chat_templates import END, MARKS
+from datamodules.text.marked_turns import END, MARKS
 from tests.chats import chat, rows, write_lines
 
 USER, ASSISTANT = MARKS["user"], MARKS["assistant"]

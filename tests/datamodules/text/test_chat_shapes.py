@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from datamodules import Chat
-from datamodules.text.chat_templates import END, MARKS
+from datamodules.text.marked_turns import END, MARKS
 from datamodules.text.near_prompts import ALIKE, count_near, sign
 from tests import with_transformers
 from tests.chats import WORDS, write_lines

@@ -14,8 +14,9 @@ import torch
 
 from apprentice.errors import BadInput
 from datamodules import Chat, Subwords, Vocabulary
-from datamodules.text.chat_templates import ChatTemplate, MarkedTurns, TokenizedConversation
+from datamodules.text.chat_templates import ChatTemplate
 from datamodules.text.conversations import Conversation
+from datamodules.text.marked_turns import MarkedTurns, TokenizedConversation
 from experiments import kd
 from lit_modules.nets import HuggingFaceLM
 from lit_modules.nets.layers import check_keeps_apart

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from apprentice.batch import IGNORED, Batch
 from apprentice.errors import BadInput
 from datamodules import Chat
-from datamodules.text.chat_templates import END
 from datamodules.text.loaders import weigh_sequences
+from datamodules.text.marked_turns import END
 from harness.runs.safepoints import SafePoints
 from lab.strategies import LocalSGD
 from lit_modules.distillation import Distillation
